@@ -1,0 +1,103 @@
+"""Buckets: gradients of many parameters in one flat buffer. `plan` is pure; Bucket holds the views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from hiercomm.comm.base import LocalBuffer
+
+# The first bucket is small, so that communication starts soon after backward does.
+_FIRST_BYTES = 1 << 20
+# Elements; every gradient starts on a cache line.
+_ALIGN = 16
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a gradient looks like on the wire: its dtype, shape and strides (in elements)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @staticmethod
+    def of(tensor: Tensor) -> Spec:
+        """The spec of a dense gradient of `tensor`: its own strides where they leave no holes."""
+        shape = tuple(tensor.shape)
+        meta = torch.empty_like(tensor, device="meta")  # keeps dense strides such as channels_last
+        return Spec(tensor.dtype, shape, tuple(meta.stride()))
+
+
+def plan(specs: Sequence[Spec], bucket_bytes: int) -> list[list[int]]:
+    """Which gradients share a bucket: indices of `specs`, each exactly once.
+
+    Filled in the order given, one dtype to a bucket, up to `bucket_bytes` (a larger gradient has a bucket
+    of its own); buckets are in the order in which they are full.
+    """
+    done: list[list[int]] = []
+    open_: dict[torch.dtype, tuple[list[int], int]] = {}
+    limit = min(bucket_bytes, _FIRST_BYTES)
+    for index, spec in enumerate(specs):
+        members, nbytes = open_.pop(spec.dtype, ([], 0))
+        if members and nbytes + spec.nbytes > limit:
+            done.append(members)
+            members, nbytes, limit = [], 0, bucket_bytes
+        open_[spec.dtype] = ([*members, index], nbytes + spec.nbytes)
+    done += [members for members, _ in open_.values()]
+    return sorted(done, key=lambda members: members[-1])
+
+
+def layout(specs: Sequence[Spec]) -> tuple[list[int], int]:
+    """Offset of each gradient in its bucket and the bucket's length, in elements."""
+    offsets, end = [], 0
+    for spec in specs:
+        offsets.append(end)
+        end += -(-spec.numel // _ALIGN) * _ALIGN
+    return offsets, end
+
+
+@final
+class Bucket:
+    """One buffer, reduced with `op` and divided by `divisor`, and views of it shaped like its gradients.
+
+    `members` are the indices of the gradients; `views` are in the same order.
+    """
+
+    def __init__(
+        self, index: int, members: Sequence[int], specs: Sequence[Spec], buffer: LocalBuffer, op: str, divisor: int
+    ) -> None:
+        self.index = index
+        self.members = tuple(members)
+        self.buffer = buffer
+        self.op = op
+        self.divisor = divisor
+        # The same memory with a version counter of its own: counts what users do to p.grad, and not
+        # what communication does to the buffer.
+        self.flat = buffer.data.data
+        offsets, _ = layout(specs)
+        self.views = [
+            self.flat.as_strided(spec.shape, spec.stride, offset + self.flat.storage_offset())
+            for spec, offset in zip(specs, offsets, strict=True)
+        ]
+        self._version = -1
+
+    def seal(self) -> None:
+        """From now on the buffer is under way."""
+        self._version = self.flat._version
+
+    def was_touched(self) -> bool:
+        """Whether a gradient was changed in place since `seal`."""
+        return self.flat._version != self._version

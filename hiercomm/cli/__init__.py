@@ -1,0 +1,1 @@
+"""The commands: `hiercommrun` starts a job, `hiercomm` looks at one."""

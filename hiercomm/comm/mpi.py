@@ -1,0 +1,212 @@
+"""MPI: the cross level and the control plane. The only module that imports mpi4py.
+
+`connect` is called by the thread that initializes; after that every call here is made by the progress
+thread alone, so MPI_THREAD_SERIALIZED is enough. Only point-to-point messages are used once running:
+they never need all ranks at the same place.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, final
+
+import numpy as np
+from torch import Tensor
+
+from hiercomm import config
+from hiercomm.comm.base import Communicator, Mailbox, Work, as_bytes
+from hiercomm.errors import CommError, ConfigError
+
+# Larger messages make Open MPI's TCP half duplex: they go in segments that its eager limit admits.
+_SEGMENT_BYTES = 1 << 20
+_MAIL_TAG = 1
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def available() -> str | None:
+    """None where MPI can be used, else why not."""
+    try:
+        _mpi()
+    except (ImportError, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+@functools.cache
+def _mpi() -> Any:
+    config.set_mpi_defaults()  # read by MPI_Init, which the import runs
+    from mpi4py import MPI
+
+    return MPI
+
+
+def _translated(function: F) -> F:
+    """MPI's errors as CommError."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except _mpi().Exception as error:
+            raise CommError(f"MPI: {error.Get_error_string()}") from error
+
+    return call  # type: ignore[return-value]
+
+
+@final
+class MpiWorld:
+    """All ranks of the job, before the progress thread starts. Its collective calls are for set-up."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._owned: list[Any] = []
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+
+    def all_gather(self, item: object) -> list[Any]:
+        """Every rank's object, by rank."""
+        return list(self._comm.allgather(item))
+
+    def host(self) -> str:
+        """A name that is the same on exactly the ranks with which this one can share memory."""
+        shared = self._comm.Split_type(_mpi().COMM_TYPE_SHARED)
+        first = shared.bcast(self.rank)
+        shared.Free()
+        # The rank makes it unique where two nodes have one host name.
+        names = self._comm.allgather((socket.gethostname(), first))
+        ambiguous = {name for name, r in names if len({f for n, f in names if n == name}) > 1}
+        name = socket.gethostname()
+        return f"{name}#{first}" if name in ambiguous else name
+
+    def communicator(self, ranks: Sequence[int]) -> Communicator:
+        """A new Communicator of these world ranks, which call this together; the caller is one of them."""
+        group = self._comm.Get_group().Incl(list(ranks))
+        comm = self._comm.Create_group(group, tag=len(self._owned))
+        group.Free()
+        self._owned.append(comm)
+        return _MpiCommunicator(comm)
+
+    def mailbox(self) -> Mailbox:
+        """The control plane of the job. Collective."""
+        comm = self._comm.Dup()
+        self._owned.append(comm)
+        return _MpiMailbox(comm)
+
+    def abort(self, code: int) -> None:
+        """End all ranks of the job now."""
+        self._comm.Abort(code)
+
+    @staticmethod
+    def library() -> str:
+        """Name and version of the MPI library."""
+        return str(_mpi().Get_library_version()).split("\x00")[0].splitlines()[0].split(",")[0]
+
+
+def connect(comm: Any = None) -> MpiWorld:
+    """The world of `comm`: None (all ranks), a list of world ranks, or an mpi4py communicator.
+
+    Raises ConfigError for anything else, and where MPI cannot be called from a second thread.
+    """
+    MPI = _mpi()
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise ConfigError("MPI was initialized without thread support: MPI_THREAD_SERIALIZED or MULTIPLE is needed")
+    if comm is None:
+        base = MPI.COMM_WORLD
+    elif isinstance(comm, MPI.Intracomm):
+        base = comm
+    elif isinstance(comm, Sequence) and all(isinstance(r, int) for r in comm):
+        base = _sub_world(list(comm))
+    else:
+        raise ConfigError(f"invalid comm {comm!r}: expected None, a list of rank integers or an mpi4py.MPI.Comm object")
+    own = base.Dup()
+    own.Set_errhandler(MPI.ERRORS_RETURN)
+    return MpiWorld(own)
+
+
+def _sub_world(ranks: list[int]) -> Any:
+    MPI = _mpi()
+    size, me = MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank()
+    if len(set(ranks)) != len(ranks) or any(not 0 <= r < size for r in ranks) or me not in ranks:
+        raise ConfigError(f"comm={ranks} on rank {me}: expected distinct ranks below {size}, this one among them")
+    group = MPI.COMM_WORLD.Get_group().Incl(ranks)
+    return MPI.COMM_WORLD.Create_group(group)
+
+
+@final
+class _MpiCommunicator(Communicator):
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+
+    @_translated
+    def send(self, buf: Tensor, dest: int, *, tag: int) -> Work:
+        data = as_bytes(buf).numpy()
+        what = f"send of {data.nbytes} bytes to rank {dest} of the group, tag {tag}"
+        return _Requests([self._comm.Isend(part, dest, tag) for part in _segments(data)], data, what)
+
+    @_translated
+    def recv(self, buf: Tensor, source: int, *, tag: int) -> Work:
+        data = as_bytes(buf).numpy()
+        what = f"receive of {data.nbytes} bytes from rank {source} of the group, tag {tag}"
+        return _Requests([self._comm.Irecv(part, source, tag) for part in _segments(data)], data, what)
+
+    def close(self) -> None:
+        pass  # freeing is collective and the ranks end at different times; the communicator goes with MPI
+
+
+def _segments(data: np.ndarray[Any, np.dtype[np.uint8]]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+    return [data[i : i + _SEGMENT_BYTES] for i in range(0, data.nbytes, _SEGMENT_BYTES)]
+
+
+@final
+class _Requests(Work):
+    """MPI requests; keeps their buffer alive."""
+
+    def __init__(self, requests: list[Any], data: object, what: str) -> None:
+        self._requests = requests
+        self._data = data
+        self._what = what
+
+    @_translated
+    def is_completed(self) -> bool:
+        if self._requests and _mpi().Request.Testall(self._requests):
+            self._requests = []
+            self._data = None
+        return not self._requests
+
+    def __str__(self) -> str:
+        return self._what
+
+
+@final
+class _MpiMailbox(Mailbox):
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._outgoing: list[tuple[Any, bytes]] = []
+
+    @_translated
+    def post(self, dest: int, message: bytes) -> None:
+        self._outgoing.append((self._comm.Isend([message, _mpi().BYTE], dest, _MAIL_TAG), message))
+
+    @_translated
+    def poll(self) -> list[tuple[int, bytes]]:
+        MPI = _mpi()
+        if self._outgoing:
+            self._outgoing = [item for item in self._outgoing if not item[0].Test()]
+        found = []
+        status = MPI.Status()
+        while (message := self._comm.Improbe(MPI.ANY_SOURCE, _MAIL_TAG, status)) is not None:
+            data = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv([data, MPI.BYTE])
+            found.append((status.Get_source(), bytes(data)))
+        return found
+
+    @_translated
+    def close(self) -> None:
+        for request, _ in self._outgoing:
+            request.Wait()
+        self._outgoing = []

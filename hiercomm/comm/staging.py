@@ -1,0 +1,55 @@
+"""GPU memory through pinned host memory, without blocking: MPI sees host memory only.
+
+Runs on the progress thread, on a stream of its own. CPU tensors pass through untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import final
+
+import torch
+from torch import Tensor
+
+from hiercomm.comm.base import Work
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+@final
+class _Event(Work):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def __str__(self) -> str:
+        return "copy between GPU and host"
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return _streams.setdefault(device, torch.cuda.Stream(device))
+
+
+def to_host(tensor: Tensor) -> Generator[Work, None, Tensor]:
+    """Task: the tensor's values in host memory; whatever wrote them must have completed on the GPU."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    stream = _stream(tensor.device)
+    with torch.cuda.stream(stream):
+        host.copy_(tensor, non_blocking=True)
+    yield _Event(stream)
+    return host
+
+
+def from_host(host: Tensor, tensor: Tensor) -> Generator[Work, None, None]:
+    """Task: the values of `to_host`'s result back in `tensor`."""
+    if tensor.device.type == "cpu":
+        return
+    stream = _stream(tensor.device)
+    with torch.cuda.stream(stream):
+        tensor.copy_(host, non_blocking=True)
+    yield _Event(stream)

@@ -1,0 +1,222 @@
+"""The control plane of one rank: requests go to the coordinator (rank 0), its decisions come back.
+
+Nothing is sent while nothing is submitted. Also knows which threads of this rank wait for what, so that
+a job in which nobody can go on ends with a sentence instead of a hang, and which ranks have shut down.
+Knows nothing of tensors; `run` and `fail` of an operation are its owner's.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, final
+
+from hiercomm.comm.base import Mailbox, Work
+from hiercomm.errors import CommError, CommTimeout, HierCommError, PeerLost, RankMismatch
+from hiercomm.negotiate import Blocked, Key, Negotiator, Request, Response, Waiting
+
+COORDINATOR = 0
+_SLICE_S = 0.1  # how often a waiting thread looks whether anything has gone wrong
+_BLOCKED_AFTER_S = 0.5  # how long all threads must wait before the coordinator hears of it
+
+
+class Operation(Protocol):
+    """What a rank has submitted and not yet been told to run."""
+
+    def run(self, response: Response) -> None:
+        """Every rank is ready: carry it out."""
+
+    def fail(self, error: HierCommError) -> None:
+        """It will never be carried out."""
+
+
+@final
+class Control:
+    """`poll` is called by the progress thread, all else by any thread. `wake` makes `poll` come soon."""
+
+    def __init__(self, mailbox: Mailbox, rank: int, size: int, wake: Callable[[], None]) -> None:
+        self._mailbox = mailbox
+        self._rank = rank
+        self._size = size
+        self._wake = wake
+        self._negotiator = Negotiator(size) if rank == COORDINATOR else None
+        self._lock = threading.Lock()
+        self._operations: dict[Key, Operation] = {}
+        self._outgoing: deque[tuple[str, Any]] = deque()
+        self._waiting: dict[int, tuple[float, Waiting]] = {}
+        self._threads: set[int] = set()
+        self._started: dict[int, int] = {}
+        self._gone: dict[int, dict[int, int]] = {}
+        self._reported: tuple[Waiting, ...] = ()
+        self._stuck = ""
+        self._ended = threading.Event()
+        self._leaving = False
+
+    # ---- called by user threads -------------------------------------------------------------------
+
+    def submit(self, request: Request, operation: Operation) -> None:
+        """Announce an operation. Raises ValueError (Horovod's words) where its name is in use."""
+        with self._lock:
+            if request.key in self._operations:
+                raise ValueError(
+                    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor "
+                    "that is currently being processed. If you want to request another tensor, use a different "
+                    f"tensor name. (the name: {request.name!r})"
+                )
+            self._operations[request.key] = operation
+            self._threads.add(threading.get_ident())
+        self._send("submit", request)
+
+    def start_exchange(self, channel: int) -> int:
+        """This rank takes part in the next exchange of `channel`. Returns its number, from 1."""
+        with self._lock:
+            self._threads.add(threading.get_ident())
+            self._started[channel] = number = self._started.get(channel, 0) + 1
+        return number
+
+    def wait(self, work: Work, waiting: Waiting, timeout_s: float) -> None:
+        """Block until `work` completes. Raises what it raises; PeerLost where a rank that it needs has shut
+        down, RankMismatch where no rank can go on, CommTimeout after `timeout_s` seconds.
+        """
+        if work.is_completed():
+            return
+        deadline = time.monotonic() + timeout_s
+        with self._registered(waiting):
+            while True:
+                try:
+                    return work.wait(_SLICE_S)
+                except CommTimeout:
+                    error = self._reason(waiting)
+                    if error is not None:
+                        raise error from None
+                    if time.monotonic() > deadline:
+                        raise CommTimeout(f"{waiting.what} did not complete within {timeout_s:g} s: {work}") from None
+
+    def leave(self) -> None:
+        """Shut down: tell the others, then wait until all ranks have (the progress thread goes on)."""
+        self._leaving = True
+        self._send("leave", dict(self._started))
+        while not self._ended.wait(_SLICE_S):
+            pass
+
+    # ---- called by the progress thread ------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Send what is to be sent, take in what has come. Returns whether anything happened."""
+        moved = bool(self._outgoing)
+        while self._outgoing:
+            self._to_coordinator(*self._outgoing.popleft())
+        self._report_blocked()
+        for source, message in self._mailbox.poll():
+            moved = True
+            verb, content = pickle.loads(message)
+            if verb in ("submit", "blocked", "running", "leave"):
+                self._coordinate(source, verb, content)
+            else:
+                self._obey(verb, content)
+        if self._negotiator is not None and (error := self._negotiator.stuck(time.monotonic())) is not None:
+            self._to_all("stuck", error)
+            for response in self._negotiator.abandon(error):
+                self._to_all("respond", response)
+            moved = True
+        return moved
+
+    def _send(self, verb: str, content: Any) -> None:
+        self._outgoing.append((verb, content))
+        self._wake()
+
+    def _to_coordinator(self, verb: str, content: Any) -> None:
+        if self._negotiator is not None:
+            self._coordinate(self._rank, verb, content)
+        else:
+            self._mailbox.post(COORDINATOR, pickle.dumps((verb, content)))
+
+    def _to_all(self, verb: str, content: Any) -> None:
+        message = pickle.dumps((verb, content))
+        for rank in range(self._size):
+            if rank != self._rank:
+                self._mailbox.post(rank, message)
+        self._obey(verb, content)
+
+    def _coordinate(self, source: int, verb: str, content: Any) -> None:
+        negotiator = self._negotiator
+        assert negotiator is not None
+        responses: list[Response] = []
+        if verb == "submit":
+            response = negotiator.submit(source, content)
+            responses = [response] if response is not None else []
+        elif verb == "blocked":
+            negotiator.blocked(source, content)
+        elif verb == "running":
+            negotiator.running(source)
+        else:
+            responses = negotiator.leave(source, content)
+            self._to_all("gone", (source, content))
+        for response in responses:
+            self._to_all("respond", response)
+        if verb == "leave" and negotiator.all_gone:
+            self._to_all("end", None)
+
+    def _obey(self, verb: str, content: Any) -> None:
+        if verb == "respond":
+            with self._lock:
+                operation = self._operations.pop(content.key, None)
+            if operation is not None:  # None: it failed before this rank submitted its part
+                if content.error:
+                    operation.fail((PeerLost if content.peer_lost else RankMismatch)(content.error))
+                else:
+                    operation.run(content)
+        elif verb == "gone":
+            self._gone[content[0]] = content[1]
+        elif verb == "stuck":
+            self._stuck = content
+        else:
+            self._ended.set()
+
+    def _report_blocked(self) -> None:
+        if self._leaving:
+            return
+        with self._lock:
+            alive = {t.ident for t in threading.enumerate()} & self._threads if self._waiting else set()
+            waits = [item for thread, item in self._waiting.items() if thread in alive]
+            old = all(time.monotonic() - since > _BLOCKED_AFTER_S for since, _ in waits)
+            waiting = tuple(what for _, what in waits) if waits and len(waits) == len(alive) and old else ()
+            if waiting == self._reported:
+                return
+            self._reported = waiting
+            blocked = Blocked(waiting, dict(self._started))
+        if waiting:
+            self._to_coordinator("blocked", blocked)
+        else:
+            self._to_coordinator("running", None)
+
+    # ---- waiting ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _registered(self, waiting: Waiting) -> Iterator[None]:
+        thread = threading.get_ident()
+        with self._lock:
+            self._threads.add(thread)
+            self._waiting[thread] = (time.monotonic(), waiting)
+            self._stuck = ""
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.pop(thread, None)
+
+    def _reason(self, waiting: Waiting) -> CommError | None:
+        """Why `waiting` can never end, where that is known."""
+        if waiting.key is not None:
+            return None  # the coordinator answers for operations
+        for rank, started in self._gone.items():
+            if started.get(waiting.channel, 0) < waiting.number:
+                return PeerLost(
+                    f"{waiting.what} cannot complete: rank {rank} has shut down hiercomm (its script ended or raised "
+                    "an exception; if so, the exception is in its output)"
+                )
+        return RankMismatch(self._stuck) if self._stuck else None

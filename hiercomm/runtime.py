@@ -1,0 +1,385 @@
+"""The one process-wide context: `init` finds the other ranks and starts the progress thread.
+
+Everything that needs other ranks asks `current()` for the Runtime; before `init` and after `shutdown`
+that raises NotInitialized.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import itertools
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiercomm import config as configuration
+from hiercomm import launcher, topology
+from hiercomm.allreduce import HierarchicalAllReduce
+from hiercomm.comm import mpi
+from hiercomm.comm.base import Communicator, LocalBuffer, ReducingCommunicator, Work
+from hiercomm.comm.loopback import Loopback
+from hiercomm.comm.shm import SharedMemory
+from hiercomm.comm.throttle import Throttled
+from hiercomm.comm.torchdist import TorchDistributed
+from hiercomm.config import Config
+from hiercomm.control import Control
+from hiercomm.eager import Communicators, EagerOperation
+from hiercomm.errors import CommError, ConfigError, ConfigMismatch, NotInitialized, UsageError
+from hiercomm.negotiate import Request, Waiting
+from hiercomm.progress import Pending, Progress, Task, drive
+from hiercomm.timing import Timing
+from hiercomm.topology import Topology
+
+_ABORT_GRACE_S = 0.5  # other ranks may be about to say the same: let them
+
+
+@final
+class Runtime:
+    """Everything of one job on one rank. Made by `init`."""
+
+    def __init__(self, config: Config, world: mpi.MpiWorld | None) -> None:
+        self.config = config
+        self.timing = Timing()
+        self._world = world
+        self._abort_code: int | None = None
+        self._channels = itertools.count()
+        self._tags = itertools.count(step=2)
+        self._unnamed = itertools.count()
+        self._levels: dict[str, ReducingCommunicator] = {}
+        self._control: Control | None = None
+        self._progress: Progress | None = None
+        self.topology = self._discover()
+        self._comms = self._connect()
+        if world is not None and world.size > 1:
+            mailbox = world.mailbox()
+            self._mailbox = mailbox
+            self._control = Control(mailbox, world.rank, world.size, self._wake)
+            self._progress = Progress(self._poll)
+
+    # ---- set-up -----------------------------------------------------------------------------------
+
+    def _discover(self) -> Topology:
+        world = self._world
+        if world is None:
+            return topology.discover([self.config.node or socket.gethostname()], 0)
+        facts = world.all_gather((self.config.shared(), self.config.node))
+        _compare([shared for shared, _ in facts], "the configuration (HIERCOMM_* variables or init(config=...))")
+        names = topology.name_nodes(
+            world.all_gather(world.host()), [node for _, node in facts], self.config.ranks_per_node
+        )
+        return topology.discover(names, world.rank)
+
+    def _connect(self) -> Communicators:
+        t, world = self.topology, self._world
+        if world is None or world.size == 1:
+            alone = Loopback(1)
+            return Communicators(t, alone.communicator(0), alone.communicator(0), None)
+        every = world.communicator(range(t.size))
+        local = world.communicator(t.local_ranks)
+        # Of unequal nodes the first ranks alone cross; the group of the others has no use.
+        crosses = len(t.nodes) > 1 and (t.is_homogeneous or t.local_rank == 0)
+        cross = self._throttled(world.communicator(t.cross_ranks)) if crosses else None
+        self._bucket_cross = self._throttled(world.communicator(t.cross_ranks)) if crosses else None
+        return Communicators(t, every, local, cross)
+
+    def _throttled(self, comm: Communicator) -> Communicator:
+        rate, delay = self.config.cross_rate, self.config.cross_delay
+        return Throttled(comm, rate, delay or 0.0) if rate is not None or delay is not None else comm
+
+    def _wake(self) -> None:
+        if self._progress is not None:
+            self._progress.wake()
+
+    def _poll(self) -> bool:
+        if self._abort_code is not None and self._world is not None:
+            self._world.abort(self._abort_code)
+        assert self._control is not None
+        return self._control.poll()
+
+    # ---- the user's own tensors -------------------------------------------------------------------
+
+    def submit(self, request: Request, data: Tensor, divisor: int = 1) -> Pending:
+        """Begin an operation on a contiguous CPU tensor; its `result` is there when it completes."""
+        operation = EagerOperation(request, data, divisor, self._comms, self._spawn)
+        if self._control is None:
+            rows = (data.shape[0] if data.dim() else 1,)
+            operation.pending.finish(drive(operation.task(0, rows)))
+        else:
+            self._control.submit(request, operation)
+        return operation.pending
+
+    def _spawn(self, sequence: int, task: Task, pending: Pending) -> None:
+        assert self._progress is not None
+        self._progress.submit(("eager", sequence), _into(task, pending), str(pending))
+
+    def wait(self, pending: Pending, request: Request) -> Any:
+        """The result of a submitted operation. Raises what it raised, or CommTimeout."""
+        if self._control is None:
+            pending.wait()
+        else:
+            self._control.wait(pending, Waiting(str(request), key=request.key), self.config.timeout_s)
+        return pending.result
+
+    def unnamed(self, kind: str) -> str:
+        """A name for an operation without one: ranks that call in the same order get the same names."""
+        return f"{kind}.noname.{next(self._unnamed)}"
+
+    def all_gather_object(self, item: object, name: str) -> list[Any]:
+        """Every rank's (picklable) object, by rank."""
+        data = torch.from_numpy(np.frombuffer(pickle.dumps(item), dtype=np.uint8).copy())
+        length = torch.tensor([data.numel()])
+        lengths = self._run(Request("allgather", f"{name}.length", "int64", (1,)), length).tolist()
+        whole = self._run(Request("allgather", f"{name}.data", "uint8", tuple(data.shape)), data)
+        return [pickle.loads(part.numpy().tobytes()) for part in whole.split(lengths)]
+
+    def _run(self, request: Request, data: Tensor) -> Any:
+        return self.wait(self.submit(request, data), request)
+
+    def agree(self, facts: dict[str, Any], name: str, what: str) -> None:
+        """Raise ConfigMismatch on every rank, naming the first differing field, unless all have the same facts."""
+        if len(set(self.all_gather_object(hashlib.sha256(repr(facts).encode()).digest(), f"{name}.digest"))) > 1:
+            _compare(self.all_gather_object(facts, f"{name}.facts"), what)
+
+    # ---- optimizers -------------------------------------------------------------------------------
+
+    def local_level(self, device: torch.device, name: str) -> ReducingCommunicator | None:
+        """The reducing communicator of this node for tensors on `device`. Collective over all ranks."""
+        wanted = self.config.local
+        if wanted == "auto":
+            wanted = "nccl" if device.type == "cuda" else "shm"
+        if wanted not in self._levels and self.topology.size > 1:
+            exchange = self._local_exchange(name)
+            t = self.topology
+            if wanted == "shm":
+                self._levels[wanted] = SharedMemory(t.local_rank, t.local_size, exchange)
+            else:
+                self._levels[wanted] = TorchDistributed(
+                    wanted, t.local_rank, t.local_size, exchange, self.config.timeout_s
+                )
+        return self._levels.get(wanted)
+
+    def _local_exchange(self, name: str) -> Callable[[Any], Sequence[Any]]:
+        calls = itertools.count()
+
+        def exchange(item: object) -> Sequence[Any]:
+            everybody = self.all_gather_object(item, f"hiercomm.{name}.{next(calls)}")
+            return [everybody[rank] for rank in self.topology.local_ranks]
+
+        return exchange
+
+    def allocate(
+        self, level: ReducingCommunicator, specs: Sequence[tuple[int, torch.dtype]], device: torch.device, name: str
+    ) -> tuple[ReducingCommunicator, list[LocalBuffer]]:
+        """Buffers of the local level, and the level: Gloo takes over where memory cannot be shared. Collective."""
+        error = ""
+        buffers: list[LocalBuffer] = []
+        try:
+            buffers = level.allocate(specs, device)
+        except CommError as e:
+            error = str(e)
+        errors = [e for e in self.all_gather_object(error, f"{name}.allocated") if e]
+        if not errors:
+            return level, buffers
+        if self.config.local != "auto" or not isinstance(level, SharedMemory):
+            raise CommError(errors[0])
+        if self.topology.rank == 0:
+            print(f"hiercomm: {errors[0]}; using Gloo inside the nodes instead, which is slower", file=sys.stderr)
+        t = self.topology
+        gloo = TorchDistributed(
+            "gloo", t.local_rank, t.local_size, self._local_exchange(f"{name}.gloo"), self.config.timeout_s
+        )
+        self._levels["shm"] = gloo
+        return gloo, gloo.allocate(specs, device)
+
+    def new_channel(self) -> int:
+        """The number of the next stream of exchanges; the same on all ranks that wrap in the same order."""
+        return next(self._channels)
+
+    def new_tag(self) -> int:
+        """A tag, and the one behind it, for the exchanges of one bucket."""
+        return next(self._tags)
+
+    def all_reduce_engine(self, level: ReducingCommunicator) -> HierarchicalAllReduce:
+        """The hierarchical all-reduce over `level` and the nodes."""
+        assert self._progress is not None
+        local = level if self.topology.local_size > 1 else None
+        return HierarchicalAllReduce(self.topology, local, self._bucket_cross, self._progress, self.timing)
+
+    def start_exchange(self, channel: int) -> int:
+        """Count an exchange that this rank begins. Returns its number."""
+        assert self._control is not None
+        return self._control.start_exchange(channel)
+
+    def wait_exchange(self, work: Work, channel: int, number: int, what: str) -> None:
+        """Block until a part of exchange `number` of `channel` completes."""
+        assert self._control is not None
+        self._control.wait(work, Waiting(what, channel=channel, number=number), self.config.timeout_s)
+
+    # ---- the end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Drain and stop; waits until every rank has come here."""
+        if self._control is None or self._progress is None:
+            self._print_report([self.timing.shares()])
+            return
+        try:
+            if self.config.report:
+                self._print_report(self.all_gather_object(self.timing.shares(), "hiercomm.report"))
+        except CommError:
+            pass  # another rank ended early: there is nothing to report on
+        self._control.leave()
+        self._progress.close()
+        self._mailbox.close()
+        for level in self._levels.values():
+            level.close()
+
+    def _print_report(self, shares: list[dict[str, float]]) -> None:
+        if not self.config.report or self.topology.rank != 0 or not any(s["wait"] for s in shares):
+            return
+        parts = ("compute", "local", "cross", "wait")
+        print("share of time    " + "".join(f"{part:>9}" for part in parts))
+        for rank, share in enumerate(shares):
+            print(f"  rank {rank:<10}" + "".join(f"{share[part]:>8.1%} " for part in parts))
+        print("  (compute + wait = 100 %; local and cross run beside the computation as far as they can)", flush=True)
+
+    def abort(self, code: int) -> None:
+        """End all ranks of the job."""
+        if self._progress is not None:
+            time.sleep(_ABORT_GRACE_S)
+            self._abort_code = code
+            self._progress.wake()
+            time.sleep(5.0)
+        os._exit(code)
+
+
+def _into(task: Task, pending: Pending) -> Task:
+    """A task that ends `pending` as `task` ends."""
+    try:
+        pending.finish((yield from task))
+    except BaseException as error:
+        pending.finish(error=error)
+
+
+def _compare(facts: Sequence[dict[str, Any]], what: str) -> None:
+    """Raise ConfigMismatch where the dictionaries differ: the field, the values and the ranks."""
+    for field in dict.fromkeys(key for fact in facts for key in fact):
+        values: dict[str, list[int]] = {}
+        for rank, fact in enumerate(facts):
+            values.setdefault(repr(fact.get(field)), []).append(rank)
+        if len(values) > 1:
+            parts = ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in values.items())
+            raise ConfigMismatch(f"{what} differs between ranks in {field}: {parts}. It must be the same on all ranks.")
+
+
+# ---- the process-wide instance ------------------------------------------------------------------------
+
+_current: Runtime | None = None
+_owner_pid = -1
+_lock = threading.Lock()
+_previous_hook: Callable[..., Any] | None = None
+
+
+def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = None) -> None:
+    """Find the other ranks and start the progress thread. A second call does nothing.
+
+    Args:
+        comm: None for all ranks; a list of ranks or an mpi4py communicator for some of them.
+        process_sets: not in this version yet; None.
+        config: the options; default: from the environment.
+    Raises ConfigError where an option cannot be used, ConfigMismatch where ranks have different ones.
+    """
+    global _current, _owner_pid
+    with _lock:
+        if _current is not None:
+            return
+        if process_sets is not None:
+            raise UsageError("process sets are not in this version of hiercomm yet: call init() without process_sets")
+        config = Config.from_environment() if config is None else config
+        world = _world(comm)
+        runtime = Runtime(config, world)
+        _current, _owner_pid = runtime, os.getpid()
+        _install_hooks()
+        _limit_threads(runtime)
+    if config.placement and runtime.topology.rank == 0:
+        print(f"hiercomm: {runtime.topology.describe()}", file=sys.stderr, flush=True)
+
+
+def _world(comm: Any) -> mpi.MpiWorld | None:
+    claim = launcher.claim(configuration.process_environment())
+    reason = mpi.available()
+    if reason is not None:
+        if comm is not None:
+            raise ConfigError(f"init(comm=...) needs MPI, which cannot be used: {reason}")
+        if claim is not None and claim.size > 1:
+            raise ConfigError(f"{launcher.disagreement(claim, 1)} (MPI cannot be used: {reason})")
+        return None
+    world = mpi.connect(comm)
+    if comm is None and claim is not None and claim.size > 1 and world.size == 1:
+        raise ConfigError(launcher.disagreement(claim, world.size))
+    return world
+
+
+def _limit_threads(runtime: Runtime) -> None:
+    # Ranks that share a machine share its cores; every rank taking all of them is many times slower.
+    if runtime.topology.size > 1 and "OMP_NUM_THREADS" not in configuration.process_environment():
+        hosts = runtime.all_gather_object(socket.gethostname(), "hiercomm.hosts")
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // hosts.count(socket.gethostname())))
+
+
+def _install_hooks() -> None:
+    global _previous_hook
+    if _previous_hook is None:
+        _previous_hook = sys.excepthook
+        sys.excepthook = _excepthook
+        atexit.register(shutdown)
+
+
+def _excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    """An uncaught exception ends the job: the other ranks would wait for this one for ever."""
+    runtime = _current
+    if runtime is None or os.getpid() != _owner_pid or runtime.topology.size == 1:
+        (_previous_hook or sys.__excepthook__)(kind, value, trace)
+        return
+    where = f"rank {runtime.topology.rank} on {socket.gethostname()}"
+    text = "".join(traceback.format_exception(kind, value, trace))
+    # One write, so that the ranks' tracebacks do not mix.
+    sys.stderr.write(f"hiercomm: uncaught exception on {where}; ending the job\n{text}")
+    sys.stderr.flush()
+    sys.stdout.flush()
+    runtime.abort(1)
+
+
+def shutdown() -> None:
+    """Leave the job; waits until every rank has called it. Called at exit; a second call does nothing."""
+    global _current
+    if os.getpid() != _owner_pid:
+        return  # a forked child, such as a data-loading worker
+    with _lock:
+        runtime, _current = _current, None
+    if runtime is not None:
+        runtime.close()
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called, and `shutdown` was not since."""
+    return _current is not None
+
+
+def current() -> Runtime:
+    """The Runtime. Raises NotInitialized before `init` and after `shutdown`."""
+    if _current is None:
+        raise NotInitialized
+    return _current
