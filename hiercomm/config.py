@@ -191,8 +191,9 @@ def options_table() -> str:
     return "\n".join(rows)
 
 
-# Open MPI reads these at MPI_Init: a waiting rank gives its core away, and TCP stays full duplex on
-# messages up to the segment size of comm/mpi.py.
+# Open MPI reads these at MPI_Init. A rank that waits gives its core away. And TCP sends messages of up to the
+# segment size of comm/mpi.py without asking first: the question and its answer would queue up behind the
+# message that goes the other way and make large two-way exchanges half duplex.
 MPI_DEFAULTS = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_btl_tcp_eager_limit": "1100000",

@@ -53,6 +53,7 @@ class Control:
         self._gone: dict[int, dict[int, int]] = {}
         self._reported: tuple[Waiting, ...] = ()
         self._stuck = ""
+        self.epoch = 0  # how often all ranks were told that none can go on
         self._ended = threading.Event()
         self._leaving = False
 
@@ -71,8 +72,8 @@ class Control:
             self._threads.add(threading.get_ident())
         self._send("submit", request)
 
-    def start_exchange(self, channel: int) -> int:
-        """This rank takes part in the next exchange of `channel`. Returns its number, from 1."""
+    def count(self, channel: int) -> int:
+        """This rank begins the next event of `channel`. Returns its number, from 1."""
         with self._lock:
             self._threads.add(threading.get_ident())
             self._started[channel] = number = self._started.get(channel, 0) + 1
@@ -174,6 +175,7 @@ class Control:
             self._gone[content[0]] = content[1]
         elif verb == "stuck":
             self._stuck = content
+            self.epoch += 1
         else:
             self._ended.set()
 

@@ -50,7 +50,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a thread waits for: an operation by key, or exchange `number` of a channel."""
+    """What a thread waits for: an operation by key, or that all ranks begin event `number` of a channel."""
 
     what: str
     key: Key | None = None
@@ -60,7 +60,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Blocked:
-    """All threads of a rank that communicate are waiting; `started` counts its exchanges by channel."""
+    """All threads of a rank that communicate are waiting; `started` counts its events by channel."""
 
     waiting: tuple[Waiting, ...]
     started: Mapping[int, int]
@@ -69,7 +69,7 @@ class Blocked:
 @dataclass
 class _Rank:
     blocked: Blocked | None = None
-    gone: Mapping[int, int] | None = None  # exchanges it had started when it shut down
+    gone: Mapping[int, int] | None = None  # events that it had begun when it shut down
 
 
 @dataclass

@@ -8,8 +8,8 @@ Knows nothing of MPI or buckets.
 
 from __future__ import annotations
 
+import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from typing import Any, final
@@ -141,7 +141,7 @@ class Progress:
                 return
             if moved:
                 sleep_s = _BUSY_SLEEP_S[0]
-                time.sleep(0)  # let the training thread have the interpreter
+                os.sched_yield()
             elif self._queues:
                 self._wake.wait(sleep_s)
                 sleep_s = min(sleep_s * 1.1, _BUSY_SLEEP_S[1])

@@ -8,11 +8,13 @@ Knows nothing of communication: `on_bucket` takes the buckets.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hiercomm import reduction
 from hiercomm.bucket import Bucket, Spec
@@ -62,7 +64,10 @@ class Reducer:
         self._sparse: dict[int, int] = {}
         self.passes = passes
         self._reset()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
+        # Through a weak reference: a parameter holds its hooks where the garbage collector does not look.
+        this = weakref.ref(self)
+        hooks = [p.register_post_accumulate_grad_hook(_hook(this, i)) for i, p in enumerate(self._parameters)]
+        weakref.finalize(self, _remove, hooks)
 
     def _reset(self) -> None:
         self.has_fired = False
@@ -77,28 +82,21 @@ class Reducer:
         self.passes = passes
         self._reset()
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def fire(parameter: Tensor) -> None:
-            left = self._passes_left[index] - 1
-            if left < 0:
-                raise GradientOrderError(
-                    f"Gradients were computed more than backward_passes_per_step ({self.passes}) times before call to "
-                    f"step(), for {self._names[index]!r}. Increase backward_passes_per_step to accumulate gradients "
-                    "locally."
-                )
-            self.has_fired = True
-            self._passes_left[index] = left
-            if self._compression is None:
-                self._adopt(index, parameter)
-            if left == 0:
-                self._make_ready(index)
-
-        return fire
+    def fire(self, index: int, parameter: Tensor) -> None:
+        """Autograd has accumulated into the gradient of a parameter."""
+        left = self._passes_left[index] - 1
+        if left < 0:
+            raise GradientOrderError(
+                f"Gradients were computed more than backward_passes_per_step ({self.passes}) times before call to "
+                f"step(), for {self._names[index]!r}. Increase backward_passes_per_step to accumulate gradients "
+                "locally."
+            )
+        self.has_fired = True
+        self._passes_left[index] = left
+        if self._compression is None:
+            self._adopt(index, parameter)
+        if left == 0:
+            self._make_ready(index)
 
     def _adopt(self, index: int, parameter: Tensor) -> None:
         """Have the gradient live in its bucket."""
@@ -169,7 +167,7 @@ class Reducer:
             self._hand_over(bucket)
         self._hand_over(self._presence)
 
-    def publish(self) -> None:
+    def publish(self, *, discard: bool) -> None:
         """The exchange is over: give every parameter its gradient, None where no rank had one.
 
         Raises GradientOrderError where gradients were changed while under way, RankMismatch where some ranks
@@ -184,7 +182,7 @@ class Reducer:
                 "scaler.unscale_(optimizer), and skip steps on all ranks or on none."
             )
         touched = [b for b in self._buckets if b.was_touched()]
-        if touched:
+        if touched and not discard:
             names = [self._names[i] for b in touched for i in b.members]
             raise GradientOrderError(
                 f"gradients ({names[0]!r} or others beside it) were changed between backward() and the end of their "
@@ -208,6 +206,20 @@ class Reducer:
         if index in self._sparse:
             return result.to_sparse(self._sparse[index])
         return result
+
+
+def _hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
+    def fire(parameter: Tensor) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive.fire(index, parameter)
+
+    return fire
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def presence_spec(parameters: int) -> Spec:

@@ -41,19 +41,19 @@ def combine(parts: Sequence[Tensor], outs: Sequence[Tensor], op: str, divisor: i
     All are flat, of one dtype and length; an out may be one of the parts.
     """
     numel, dtype = outs[0].numel(), outs[0].dtype
-    if len(parts) == 2 and len(outs) == 1 and divisor == 1:
-        _BINARY[op](parts[0], parts[1], out=outs[0])  # computed in fp32 and rounded once, halves too
-        return
-    total_dtype = torch.float32 if dtype in _HALF else dtype
-    scratch = torch.empty(min(_BLOCK, numel), dtype=total_dtype, device=outs[0].device)
+    # Two operands can be combined in place: halves in fp32 and rounded once, too, unless then divided.
+    in_place = len(parts) == 2 and (divisor == 1 or dtype not in _HALF)
+    scratch = outs[0]
+    if not in_place:
+        scratch = torch.empty(min(_BLOCK, numel), dtype=torch.float32 if dtype in _HALF else dtype)
     for begin in range(0, numel, _BLOCK):
         end = min(begin + _BLOCK, numel)
-        total = scratch[: end - begin]
+        total = scratch[begin:end] if in_place else scratch[: end - begin]
         _fold([part[begin:end] for part in parts], total, op)
         if divisor != 1:
             total.div_(divisor)
-        # The outs are written last, since they may be among the parts.
-        for out in outs:
+        # Written last, since the outs may be among the parts.
+        for out in outs[1:] if in_place else outs:
             out[begin:end].copy_(total)
 
 

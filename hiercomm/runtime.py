@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, final
 
@@ -56,7 +57,7 @@ class Runtime:
         self._abort_code: int | None = None
         self._channels = itertools.count()
         self._tags = itertools.count(step=2)
-        self._unnamed = itertools.count()
+        self._unnamed: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self._levels: dict[str, ReducingCommunicator] = {}
         self._control: Control | None = None
         self._progress: Progress | None = None
@@ -133,8 +134,12 @@ class Runtime:
         return pending.result
 
     def unnamed(self, kind: str) -> str:
-        """A name for an operation without one: ranks that call in the same order get the same names."""
-        return f"{kind}.noname.{next(self._unnamed)}"
+        """A name for an operation without one: ranks that call in the same order get the same names.
+
+        Counting begins anew after an error that all ranks got because their calls had come apart.
+        """
+        epoch = 0 if self._control is None else self._control.epoch
+        return f"{kind}.noname.{epoch}.{next(self._unnamed[epoch])}"
 
     def all_gather_object(self, item: object, name: str) -> list[Any]:
         """Every rank's (picklable) object, by rank."""
@@ -204,7 +209,7 @@ class Runtime:
         return gloo, gloo.allocate(specs, device)
 
     def new_channel(self) -> int:
-        """The number of the next stream of exchanges; the same on all ranks that wrap in the same order."""
+        """The number of the next stream of events; the same on all ranks that wrap in the same order."""
         return next(self._channels)
 
     def new_tag(self) -> int:
@@ -217,15 +222,20 @@ class Runtime:
         local = level if self.topology.local_size > 1 else None
         return HierarchicalAllReduce(self.topology, local, self._bucket_cross, self._progress, self.timing)
 
-    def start_exchange(self, channel: int) -> int:
-        """Count an exchange that this rank begins. Returns its number."""
+    def count(self, channel: int) -> int:
+        """This rank begins the next event of `channel`. Returns its number."""
         assert self._control is not None
-        return self._control.start_exchange(channel)
+        return self._control.count(channel)
 
-    def wait_exchange(self, work: Work, channel: int, number: int, what: str) -> None:
-        """Block until a part of exchange `number` of `channel` completes."""
+    def wait_counted(self, work: Work, channel: int, number: int, what: str) -> None:
+        """Block until `work` completes, which needs every rank to begin event `number` of `channel`."""
         assert self._control is not None
         self._control.wait(work, Waiting(what, channel=channel, number=number), self.config.timeout_s)
+
+    @property
+    def progress_thread(self) -> int | None:
+        """The operating system's id of the progress thread; None where there is one rank."""
+        return None if self._progress is None else self._progress.native_id
 
     # ---- the end ----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hiercomm import __version__
-from hiercomm.config import process_environment
+from hiercomm.config import MPI_DEFAULTS, process_environment
 from hiercomm.errors import ConfigError
 
 
@@ -127,12 +127,7 @@ def _default_variables(
         if options.ssh:
             yield "HYDRA_LAUNCHER_EXTRA_ARGS", shlex.join(options.ssh)
         return
-    # A rank that waits would otherwise burn the core that another rank computes on.
-    yield "OMPI_MCA_mpi_yield_when_idle", "1"
-    # Below these sizes Open MPI's TCP sends without asking first. Its question and answer queue up behind the
-    # message going the other way and make large two-way exchanges half duplex; segments are 1 MB at most.
-    for name in ("btl_tcp_eager_limit", "btl_tcp_rndv_eager_limit", "btl_tcp_max_send_size"):
-        yield f"OMPI_MCA_{name}", "1100000"
+    yield from MPI_DEFAULTS.items()
     if in_container:
         # Ranks may not read each other's memory there: every large message would log "Read -1, errno = 1".
         old, new = ("OMPI_MCA_btl_vader_single_copy_mechanism", "none"), ("OMPI_MCA_smsc", "^cma")
@@ -374,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _start(options: Options, environ: dict[str, str]) -> int:
     mpirun = find_mpirun(environ, Path(sys.executable).parent)
     if mpirun is None:
-        print("hiercommrun: no mpirun beside this Python or on PATH; pip install 'hiercomm[mpi]'", file=sys.stderr)
+        print("hiercommrun: no mpirun here or on PATH; `pip install 'hiercomm[mpi]'` brings one", file=sys.stderr)
         return 127
     answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, errors="replace", check=False)
     kind = recognise(answer.stdout + answer.stderr, mpirun)

@@ -7,6 +7,7 @@ tag arrive in the order in which they were sent. Knows nothing of MPI, torch.dis
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -17,25 +18,24 @@ from torch import Tensor
 
 from hiercomm.errors import CommTimeout
 
-# An idle wait must not burn a core, a short one must not sleep: poll, then yield, then sleep longer.
-_YIELDS = 20
+# A long wait must not burn a core and a short one must not sleep: yield for a moment, then sleep longer and longer.
+_YIELD_S = 200e-6
 _SLEEP_S = (50e-6, 1e-3)
 
 
 def wait_until(done: Callable[[], bool], timeout_s: float | None, what: str) -> None:
-    """Poll `done` with growing sleeps (0, 50 us ... 1 ms) until it holds.
+    """Poll `done` until it holds: yielding for 0.2 ms, then with growing sleeps (50 us to 1 ms).
 
     Raises CommTimeout, naming `what`, after `timeout_s` seconds; None waits for ever.
     """
-    sleep_s, polls, deadline = _SLEEP_S[0], 0, None
+    begin = time.perf_counter()
+    sleep_s = _SLEEP_S[0]
     while not done():
-        polls += 1
-        if polls <= _YIELDS:
-            time.sleep(0)
+        waited_s = time.perf_counter() - begin
+        if waited_s < _YIELD_S:
+            os.sched_yield()
             continue
-        if deadline is None:
-            deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
-        elif time.monotonic() > deadline:
+        if timeout_s is not None and waited_s > timeout_s:
             raise CommTimeout(f"{what} did not complete within {timeout_s:g} s")
         time.sleep(sleep_s)
         sleep_s = min(sleep_s * 1.2, _SLEEP_S[1])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hiercomm import config
@@ -88,6 +89,19 @@ class MpiWorld:
         group.Free()
         self._owned.append(comm)
         return _MpiCommunicator(comm)
+
+    def barrier(self) -> None:
+        """Wait for every rank. Set-up and benchmarks only."""
+        self._comm.Barrier()
+
+    def library_all_reduce(self, buf: Tensor) -> None:
+        """The library's own MPI_Allreduce (sum), for comparison; bf16 through fp32, as MPI has no such type."""
+        if buf.dtype == torch.bfloat16:
+            wide = buf.float()
+            self._comm.Allreduce(_mpi().IN_PLACE, wide.numpy())
+            buf.copy_(wide)
+        else:
+            self._comm.Allreduce(_mpi().IN_PLACE, buf.numpy())
 
     def mailbox(self) -> Mailbox:
         """The control plane of the job. Collective."""

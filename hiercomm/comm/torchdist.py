@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hiercomm import reduction
 from hiercomm.comm.base import LocalBuffer, ReducingCommunicator, Work, pieces

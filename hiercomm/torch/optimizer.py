@@ -27,18 +27,22 @@ from hiercomm.torch.process_sets import ProcessSet, global_process_set, require_
 
 @final
 class _Exchanges:
-    """A mode's context: bucket exchanges of one set of parameters, counted so that ranks can be compared."""
+    """A mode's context: bucket exchanges of one set of parameters, counted so that ranks can be compared.
+
+    Every rank starts and later distributes the same exchanges in the same order; each is counted on a channel.
+    """
 
     def __init__(self, engine: HierarchicalAllReduce, buckets: Sequence[Bucket], owner: str) -> None:
         self._runtime = runtime.current()
         self._engine = engine
-        self._channel = self._runtime.new_channel()
+        self._starts = self._runtime.new_channel()
+        self._distributions = self._runtime.new_channel()
         self._tags = {bucket.index: self._runtime.new_tag() for bucket in buckets}
         self._owner = owner
         self._numbers: dict[int, int] = {}
 
     def start(self, bucket: Bucket) -> Exchange:
-        self._numbers[id(bucket.buffer)] = self._runtime.start_exchange(self._channel)
+        self._numbers[id(bucket.buffer)] = self._runtime.count(self._starts)
         what = f"the exchange of bucket {bucket.index} of {self._owner}"
         return self._engine.start(bucket.buffer, bucket.op, bucket.divisor, self._tags[bucket.index], what)
 
@@ -48,9 +52,11 @@ class _Exchanges:
         with timing.span("wait"):
             for work in (exchange.cross, exchange.local):
                 if work is not None:
-                    self._runtime.wait_exchange(work, self._channel, number, exchange.what)
+                    self._runtime.wait_counted(work, self._starts, number, exchange.what)
+            number = self._runtime.count(self._distributions)
             with timing.span("local"):
-                self._runtime.wait_exchange(self._engine.distribute(exchange), self._channel, number, exchange.what)
+                work = self._engine.distribute(exchange)
+                self._runtime.wait_counted(work, self._distributions, number, exchange.what)
 
 
 @final
@@ -64,7 +70,10 @@ class _Part:
         self.parameters = list(reversed(parameters))
         names = list(reversed(names))
         specs = [options.spec(p) for p in self.parameters]
-        facts = {f"parameter {n!r}": (str(s.dtype), s.shape, s.stride) for n, s in zip(names, specs, strict=True)}
+        facts = {
+            f"parameter {n!r}": (str(s.dtype), s.shape, s.stride)
+            for n, s in reversed([*zip(names, specs, strict=True)])
+        }
         context.agree({**options.facts(mode), "number of parameters": len(specs), **facts}, name, "the optimizer")
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self._require_one_device(names, device)
@@ -99,7 +108,7 @@ class _Part:
     def synchronize(self, *, discard: bool = False) -> None:
         self.reducer.finish(discard=discard)
         self.mode.synchronize()
-        self.reducer.publish()
+        self.reducer.publish(discard=discard)
 
 
 class _Options:
@@ -333,7 +342,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     mode = modes.parse(context.config.mode) if mode is None else mode
     kind = type(optimizer)
     options = _Options(kind.__name__, compression, backward_passes_per_step, op, sparse_as_dense)
-    inner = optimizer.__dict__.pop("step", None)  # an LR scheduler made earlier has put its own step there
+    inner = optimizer.__dict__.get("step")  # an LR scheduler made earlier has put its own step there
     plain_step = inner if inner is not None else functools.partial(kind.step, optimizer)
     distribution = _Distribution(optimizer, options, names, mode, plain_step)
     supports_amp = optimizer.__dict__.get("_step_supports_amp_scaling", False)
@@ -341,7 +350,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer.__dict__["_step_supports_amp_scaling"] = supports_amp
     optimizer._hiercomm = distribution  # type: ignore[attr-defined]
     if inner is not None:
-        _keep_tracked(optimizer)
+        _keep_tracked(optimizer)  # replaces it
     return optimizer
 
 
