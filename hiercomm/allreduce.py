@@ -124,7 +124,7 @@ class HierarchicalAllReduce:
         cross = None
         if crosses or (self._local is not None and self._local.needs_polling):
             task = self._task(local, buffer, op, cross_divisor, tag, crosses)
-            cross = self._progress.submit(("exchange", tag), task, what)
+            cross = self._progress.submit(("exchange", tag), task, Pending(what))
         return Exchange(buffer, local, cross, what)
 
     def _task(

@@ -13,8 +13,7 @@ from hiercomm.comm.base import LocalBuffer
 
 # The first bucket is small, so that communication starts soon after backward does.
 _FIRST_BYTES = 1 << 20
-# Elements; every gradient starts on a cache line.
-_ALIGN = 16
+_ALIGN = 16  # elements
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,13 @@ class Spec:
 
     @property
     def numel(self) -> int:
+        """Elements."""
         return int(torch.Size(self.shape).numel())
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        """Bytes that it takes in a bucket: every gradient starts on a cache line."""
+        return -(-self.numel // _ALIGN) * _ALIGN * self.dtype.itemsize
 
     @staticmethod
     def of(tensor: Tensor) -> Spec:
@@ -65,7 +66,7 @@ def layout(specs: Sequence[Spec]) -> tuple[list[int], int]:
     offsets, end = [], 0
     for spec in specs:
         offsets.append(end)
-        end += -(-spec.numel // _ALIGN) * _ALIGN
+        end += spec.nbytes // spec.dtype.itemsize
     return offsets, end
 
 

@@ -23,12 +23,13 @@ _SIZE_UNITS = {"": 1.0, "b": 1.0, "kb": 2.0**10, "mb": 2.0**20, "gb": 2.0**30}
 
 
 def _quantity(text: str, units: Mapping[str, float], example: str) -> float:
-    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     try:
-        assert match is not None
-        value = float(match[1]) * units[match[2].lower()]
-    except (AssertionError, KeyError, ValueError):
-        raise ConfigError(f"{text!r} is not a quantity like {example}") from None
+        value = float(match[1]) * units[match[2].lower()] if match is not None else math.nan
+    except (KeyError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{text!r} is not a quantity like {example}")
     return value
 
 
@@ -169,7 +170,7 @@ def _horovod_values(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _require(holds: bool, name: str, value: object, right: str) -> None:
     if not holds:
-        raise ConfigError(f"{name}={value!r} cannot be used: it must be {right}")
+        raise ConfigError(f"{name}={value!r} ({variable(name)}) cannot be used: it must be {right}")
 
 
 def variable(field_name: str) -> str:

@@ -56,12 +56,17 @@ class Control:
         self.epoch = 0  # how often all ranks were told that none can go on
         self._ended = threading.Event()
         self._leaving = False
+        self._closed: CommError | None = None
 
     # ---- called by user threads -------------------------------------------------------------------
 
     def submit(self, request: Request, operation: Operation) -> None:
-        """Announce an operation. Raises ValueError (Horovod's words) where its name is in use."""
+        """Announce an operation. Raises ValueError (Horovod's words) where its name is in use, CommError where
+        the other ranks cannot be reached any more.
+        """
         with self._lock:
+            if self._closed is not None:
+                raise self._closed
             if request.key in self._operations:
                 raise ValueError(
                     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor "
@@ -86,12 +91,13 @@ class Control:
         if work.is_completed():
             return
         deadline = time.monotonic() + timeout_s
+        epoch = self.epoch
         with self._registered(waiting):
             while True:
                 try:
                     return work.wait(_SLICE_S)
                 except CommTimeout:
-                    error = self._reason(waiting)
+                    error = self._reason(waiting, epoch)
                     if error is not None:
                         raise error from None
                     if time.monotonic() > deadline:
@@ -101,13 +107,30 @@ class Control:
         """Shut down: tell the others, then wait until all ranks have (the progress thread goes on)."""
         self._leaving = True
         self._send("leave", dict(self._started))
-        while not self._ended.wait(_SLICE_S):
-            pass
+        self._ended.wait()
 
     # ---- called by the progress thread ------------------------------------------------------------
 
     def poll(self) -> bool:
         """Send what is to be sent, take in what has come. Returns whether anything happened."""
+        try:
+            return self._poll()
+        except BaseException as error:
+            # The other ranks cannot be reached any more: nothing that was submitted can end well.
+            self.close(CommError(f"the control plane has failed: {error}"))
+            raise
+
+    def close(self, error: CommError) -> None:
+        """Fail everything that was submitted and not run, and wait for nobody any more."""
+        with self._lock:
+            self._closed = error
+            operations = list(self._operations.values())
+            self._operations.clear()
+        for operation in operations:
+            operation.fail(error)
+        self._ended.set()
+
+    def _poll(self) -> bool:
         moved = bool(self._outgoing)
         while self._outgoing:
             self._to_coordinator(*self._outgoing.popleft())
@@ -204,21 +227,22 @@ class Control:
         with self._lock:
             self._threads.add(thread)
             self._waiting[thread] = (time.monotonic(), waiting)
-            self._stuck = ""
         try:
             yield
         finally:
             with self._lock:
                 self._waiting.pop(thread, None)
 
-    def _reason(self, waiting: Waiting) -> CommError | None:
-        """Why `waiting` can never end, where that is known."""
+    def _reason(self, waiting: Waiting, epoch: int) -> CommError | None:
+        """Why `waiting`, which began in `epoch`, can never end, where that is known."""
         if waiting.key is not None:
             return None  # the coordinator answers for operations
+        if self.epoch != epoch:
+            return RankMismatch(self._stuck)
         for rank, started in self._gone.items():
             if started.get(waiting.channel, 0) < waiting.number:
                 return PeerLost(
                     f"{waiting.what} cannot complete: rank {rank} has shut down hiercomm (its script ended or raised "
                     "an exception; if so, the exception is in its output)"
                 )
-        return RankMismatch(self._stuck) if self._stuck else None
+        return None

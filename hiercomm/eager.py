@@ -50,10 +50,12 @@ class EagerOperation:
         self._spawn = spawn
 
     def run(self, response: Response) -> None:
+        """Every rank is ready: hand the task to the progress thread."""
         tag = response.sequence % _TAGS * _TAGS_PER_OPERATION
         self._spawn(response.sequence, self.task(tag, response.rows), self.pending)
 
     def fail(self, error: HierCommError) -> None:
+        """It will never run."""
         self.pending.finish(error=error)
 
     def task(self, tag: int, rows: tuple[int, ...]) -> Task:

@@ -30,6 +30,7 @@ class Request:
 
     @property
     def key(self) -> Key:
+        """By which the ranks' requests are matched."""
         return self.kind, self.name
 
     def __str__(self) -> str:
@@ -70,6 +71,12 @@ class Blocked:
 class _Rank:
     blocked: Blocked | None = None
     gone: Mapping[int, int] | None = None  # events that it had begun when it shut down
+
+    def begun(self, channel: int) -> int:
+        """Events of a channel that it had begun when it last said so."""
+        if self.gone is not None:
+            return self.gone.get(channel, 0)
+        return self.blocked.started.get(channel, 0) if self.blocked is not None else 0
 
 
 @dataclass
@@ -163,8 +170,7 @@ class Negotiator:
         if waiting.key is not None:
             return waiting.key not in self._pending  # answered: it is being carried out
         # Only called when every rank is gone or blocked, so each has said what it started.
-        started = [s.gone if s.blocked is None else s.blocked.started for s in self._ranks]
-        return all((counts or {}).get(waiting.channel, 0) >= waiting.number for counts in started)
+        return all(state.begun(waiting.channel) >= waiting.number for state in self._ranks)
 
     def _respond(self, key: Key, rows: tuple[int, ...] = (), error: str = "", peer_lost: bool = False) -> Response:
         del self._pending[key]

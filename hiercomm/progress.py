@@ -70,7 +70,7 @@ class _Queue:
         while self.tasks:
             task, pending = self.tasks[0]
             try:
-                if self.waiting is not None and not self.waiting.is_completed():
+                if not self._can_go_on(task):
                     return moved
                 moved = True
                 self.waiting = next(task)
@@ -79,6 +79,14 @@ class _Queue:
             except BaseException as error:  # raised by the Work it belongs to
                 self._end(pending, None, error)
         return moved
+
+    def _can_go_on(self, task: Task) -> bool:
+        """Whether what the task waits for has completed; its error is raised inside the task."""
+        try:
+            return self.waiting is None or self.waiting.is_completed()
+        except BaseException as error:
+            self.waiting = task.throw(error)
+            return False
 
     def _end(self, pending: Pending, result: Any, error: BaseException | None) -> None:
         self.tasks.popleft()
@@ -108,9 +116,8 @@ class Progress:
         """The thread's id, as the operating system counts."""
         return self._thread.native_id
 
-    def submit(self, key: Hashable, task: Task, what: str) -> Pending:
-        """Run `task` behind the earlier ones of `key`. `what` names it in errors."""
-        pending = Pending(what)
+    def submit(self, key: Hashable, task: Task, pending: Pending) -> Pending:
+        """Run `task` behind the earlier ones of `key`; `pending` ends with it, and is returned."""
         if self._error is not None or self._stop:
             pending.finish(error=self._error or CommError("hiercomm has been shut down"))
             return pending

@@ -24,9 +24,11 @@ from hiercomm.errors import GradientOrderError, RankMismatch, UsageError
 class Compression(Protocol):
     """Horovod's Compressor: static `compress` and `decompress`."""
 
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]: ...
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """The tensor to send, and what `decompress` needs."""
 
-    def decompress(self, tensor: Tensor, context: Any) -> Tensor: ...
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        """The tensor that `tensor` stands for."""
 
 
 _USE, _DISCARD = -2, -1  # places of the two bytes in the last bucket

@@ -17,8 +17,8 @@ _BINARY: dict[str, _Binary] = {
     SUM: torch.add, AVERAGE: torch.add, MIN: torch.minimum, MAX: torch.maximum, PRODUCT: torch.mul,
 }  # fmt: skip
 _HALF = (torch.float16, torch.bfloat16)
-# Elements combined at a time: several operands of this size stay in the second-level cache.
-_BLOCK = 32768
+# Bytes of an operand combined at a time: several operands of this size stay in the second-level cache.
+_BLOCK_BYTES = 1 << 18
 
 
 def reason_against(op: str, dtype: torch.dtype) -> str | None:
@@ -41,20 +41,30 @@ def combine(parts: Sequence[Tensor], outs: Sequence[Tensor], op: str, divisor: i
     All are flat, of one dtype and length; an out may be one of the parts.
     """
     numel, dtype = outs[0].numel(), outs[0].dtype
+    block = _BLOCK_BYTES // dtype.itemsize
     # Two operands can be combined in place: halves in fp32 and rounded once, too, unless then divided.
-    in_place = len(parts) == 2 and (divisor == 1 or dtype not in _HALF)
-    scratch = outs[0]
-    if not in_place:
-        scratch = torch.empty(min(_BLOCK, numel), dtype=torch.float32 if dtype in _HALF else dtype)
-    for begin in range(0, numel, _BLOCK):
-        end = min(begin + _BLOCK, numel)
-        total = scratch[begin:end] if in_place else scratch[: end - begin]
-        _fold([part[begin:end] for part in parts], total, op)
-        if divisor != 1:
-            total.div_(divisor)
-        # Written last, since the outs may be among the parts.
-        for out in outs[1:] if in_place else outs:
-            out[begin:end].copy_(total)
+    if len(parts) == 2 and (divisor == 1 or dtype not in _HALF):
+        total, in_place = outs[0], True
+        rest = outs[1:]
+    else:
+        wide = torch.float32 if dtype in _HALF else dtype
+        total, in_place = torch.empty(min(block, numel), dtype=wide, device=outs[0].device), False
+        rest = outs  # written last, since they may be among the parts
+    if numel <= block:
+        _combine_block(parts, total, rest, op, divisor)
+        return
+    for begin in range(0, numel, block):
+        cut = slice(begin, min(begin + block, numel))
+        here = total[cut] if in_place else total[: cut.stop - begin]
+        _combine_block([part[cut] for part in parts], here, [out[cut] for out in rest], op, divisor)
+
+
+def _combine_block(parts: Sequence[Tensor], total: Tensor, outs: Sequence[Tensor], op: str, divisor: int) -> None:
+    _fold(parts, total, op)
+    if divisor != 1:
+        total.div_(divisor)
+    for out in outs:
+        out.copy_(total)
 
 
 def _fold(parts: Sequence[Tensor], total: Tensor, op: str) -> None:

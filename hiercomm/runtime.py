@@ -123,7 +123,7 @@ class Runtime:
 
     def _spawn(self, sequence: int, task: Task, pending: Pending) -> None:
         assert self._progress is not None
-        self._progress.submit(("eager", sequence), _into(task, pending), str(pending))
+        self._progress.submit(("eager", sequence), task, pending)
 
     def wait(self, pending: Pending, request: Request) -> Any:
         """The result of a submitted operation. Raises what it raised, or CommTimeout."""
@@ -251,6 +251,7 @@ class Runtime:
             pass  # another rank ended early: there is nothing to report on
         self._control.leave()
         self._progress.close()
+        self._control.close(CommError("hiercomm has been shut down"))
         self._mailbox.close()
         for level in self._levels.values():
             level.close()
@@ -272,14 +273,6 @@ class Runtime:
             self._progress.wake()
             time.sleep(5.0)
         os._exit(code)
-
-
-def _into(task: Task, pending: Pending) -> Task:
-    """A task that ends `pending` as `task` ends."""
-    try:
-        pending.finish((yield from task))
-    except BaseException as error:
-        pending.finish(error=error)
 
 
 def _compare(facts: Sequence[dict[str, Any]], what: str) -> None:

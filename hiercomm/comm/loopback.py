@@ -29,6 +29,7 @@ class Loopback:
         self.size = size
         self._lock = threading.Lock()
         self._queues: dict[tuple[object, ...], deque[tuple[float, bytes]]] = defaultdict(deque)
+        self._posted: dict[tuple[object, ...], deque[object]] = defaultdict(deque)
         self._dead: set[int] = set()
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
@@ -78,11 +79,20 @@ class Loopback:
             due = time.monotonic() + self._random.uniform(0, self._max_delay_s)
             queue.append((max(due, queue[-1][0]) if queue else due, message))
 
-    def take(self, key: tuple[object, ...]) -> bytes | None:
-        """The next message under `key` that is due, or None. For the communicators."""
+    def post(self, key: tuple[object, ...], receiver: object) -> None:
+        """Queue a receiver for messages under `key`: they are served in this order. For the communicators."""
         with self._lock:
-            queue = self._queues[key]
-            return queue.popleft()[1] if queue and queue[0][0] <= time.monotonic() else None
+            self._posted[key].append(receiver)
+
+    def take(self, key: tuple[object, ...], receiver: object | None = None) -> bytes | None:
+        """The next message under `key` that is due, if it is this receiver's turn. For the communicators."""
+        with self._lock:
+            queue, posted = self._queues[key], self._posted[key]
+            if not queue or queue[0][0] > time.monotonic() or (posted and posted[0] is not receiver):
+                return None
+            if posted:
+                posted.popleft()
+            return queue.popleft()[1]
 
     def check(self, rank: int) -> None:
         """Raise PeerLost where `rank` was killed."""
@@ -115,11 +125,12 @@ class _Receive(Work):
     def __init__(self, world: Loopback, key: tuple[object, ...], buf: Tensor, source: int) -> None:
         self._world, self._key, self._buf, self._source = world, key, buf, source
         self._done = False
+        world.post(key, self)
 
     def is_completed(self) -> bool:
         if self._done:
             return True
-        message = self._world.take(self._key)
+        message = self._world.take(self._key, self)
         if message is None:
             self._world.check(self._source)
             return False

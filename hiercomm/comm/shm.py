@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from hiercomm.errors import CommError
 _SHM = Path("/dev/shm")
 _PAGE = mmap.PAGESIZE
 _LINE = 64  # bytes: every flag has a cache line of its own
+_STRIDE = _LINE // 8  # flags from one line to the next
+_REORDERS = platform.machine() not in ("x86_64", "AMD64", "i686")
 _fence_lock = threading.Lock()
 
 # Set-up only: every rank of the group hands in an object and gets all of them, in rank order.
@@ -36,11 +39,12 @@ Exchange = Callable[[Any], Sequence[Any]]
 
 def _fence() -> None:
     # A release followed by an acquire: on processors that reorder stores (Arm) nothing written before
-    # can become visible after a flag that is written behind it. On x86 it merely costs 0.1 us.
-    with _fence_lock:
-        pass
-    with _fence_lock:
-        pass
+    # can become visible after a flag that is written behind it. x86 keeps stores in order.
+    if _REORDERS:
+        with _fence_lock:
+            pass
+        with _fence_lock:
+            pass
 
 
 @final
@@ -50,30 +54,38 @@ class _Window(LocalBuffer):
     def __init__(self, rank: int, slots: list[Tensor], flags: memoryview) -> None:
         super().__init__(slots[rank])
         self.slots = slots
+        own = slice(*bounds(slots[0].numel(), len(slots), rank))
+        self.shards = [slot[own] for slot in slots]  # this rank's shard of every slot
         self.step = 0
         self._rank = rank
-        self._flags = flags  # int64; two lines a rank
-        self._stride = _LINE // 8
+        self._flags = flags  # int64; two lines a rank: operations arrived at, operations left
 
     def arrive(self) -> int:
         """Begin the next operation: the others may read and write this rank's slot. Returns its number."""
         self.step += 1
         _fence()
-        self._flags[2 * self._rank * self._stride] = self.step
+        self._flags[2 * self._rank * _STRIDE] = self.step
         return self.step
 
     def leave(self, step: int) -> None:
         """This rank has written all that the others wait for in operation `step`."""
         _fence()
-        self._flags[(2 * self._rank + 1) * self._stride] = step
+        self._flags[(2 * self._rank + 1) * _STRIDE] = step
 
     def arrived(self, ranks: Sequence[int], step: int) -> bool:
         """Whether all of `ranks` have begun operation `step`."""
-        return all(self._flags[2 * q * self._stride] >= step for q in ranks)
+        return self._reached(ranks, 0, step)
 
     def have_left(self, ranks: Sequence[int], step: int) -> bool:
         """Whether all of `ranks` have left operation `step`."""
-        return all(self._flags[(2 * q + 1) * self._stride] >= step for q in ranks)
+        return self._reached(ranks, _STRIDE, step)
+
+    def _reached(self, ranks: Sequence[int], line: int, step: int) -> bool:
+        flags = self._flags
+        for q in ranks:  # noqa: SIM110 (this is polled, and a generator takes twice as long)
+            if flags[2 * q * _STRIDE + line] < step:
+                return False
+        return True
 
 
 @final
@@ -133,40 +145,32 @@ class SharedMemory(ReducingCommunicator):
 
     def _map(self, nbytes: int) -> mmap.mmap:
         """The same new, zeroed memory on every rank of the group; it goes with its last user."""
-        path, fd, error = "", -1, None
+        path = str(_SHM / f"hiercomm-{os.getpid()}-{secrets.token_hex(8)}")
+        memory: mmap.mmap | None = None
+        error: str | None = None
         if self.rank == 0:
-            path = str(_SHM / f"hiercomm-{os.getpid()}-{secrets.token_hex(8)}")
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-                os.posix_fallocate(fd, 0, nbytes)  # ENOSPC now, not SIGBUS at the first write
-            except OSError as e:
-                error = f"{nbytes} bytes of shared memory in {_SHM}: {e.strerror}"
+            memory, error = _open(path, nbytes, create=True)
+            error = error and f"{nbytes} bytes of shared memory in {_SHM}: {error}"
         root_path, root_error = self._exchange((path, error))[0]
         if self.rank != 0 and root_error is None:
-            try:
-                fd = os.open(root_path, os.O_RDWR)
-            except OSError as e:
-                error = f"local rank {self.rank} cannot open the shared memory of local rank 0: {e.strerror}"
+            memory, error = _open(root_path, nbytes, create=False)
+            error = error and f"local rank {self.rank} cannot open the shared memory of local rank 0: {error}"
         errors = [e for e in self._exchange(error) if e is not None]
         if self.rank == 0 and os.path.exists(path):
-            os.unlink(path)  # open everywhere by now: nothing is left behind, whatever happens next
-        try:
-            if errors:
-                raise CommError(errors[0])
-            return mmap.mmap(fd, nbytes)
-        finally:
-            if fd >= 0:
-                os.close(fd)
+            os.unlink(path)  # mapped everywhere by now: nothing is left behind, whatever happens next
+        if errors or memory is None:
+            raise CommError(errors[0])
+        return memory
 
     def reduce_scatter(self, buffer: LocalBuffer, op: str, divisor: int = 1) -> Work:
         window = self._own(buffer)
-        parts, own = self._shard(window)
+        parts, own = window.shards, window.shards[self.rank]
         # The own shard of a slot is read by nobody else, so nobody need be waited for afterwards.
         return self._run(window, lambda: reduction.combine(parts, [own], op, divisor), self._all, ())
 
     def all_gather(self, buffer: LocalBuffer) -> Work:
         window = self._own(buffer)
-        parts, own = self._shard(window)
+        parts, own = window.shards, window.shards[self.rank]
 
         def push() -> None:
             for q, part in enumerate(parts):
@@ -178,7 +182,7 @@ class SharedMemory(ReducingCommunicator):
 
     def all_reduce(self, buffer: LocalBuffer, op: str, divisor: int = 1) -> Work:
         window = self._own(buffer)
-        parts, _ = self._shard(window)
+        parts = window.shards
         return self._run(window, lambda: reduction.combine(parts, parts, op, divisor), self._all, self._all)
 
     def broadcast(self, buffer: LocalBuffer, root: int) -> Work:
@@ -201,16 +205,25 @@ class SharedMemory(ReducingCommunicator):
             raise CommError("the buffer was not allocated by the shared-memory level")
         return buffer
 
-    def _shard(self, window: _Window) -> tuple[list[Tensor], Tensor]:
-        """This rank's shard of every slot, and of its own."""
-        own = slice(*bounds(window.data.numel(), self.size, self.rank))
-        parts = [slot[own] for slot in window.slots]
-        return parts, parts[self.rank]
-
     def _run(self, window: _Window, act: Callable[[], None], after: Sequence[int], until: Sequence[int]) -> Work:
         if not window.data.numel():
             return Done()
         return _Operation(window, act, after=after, until=until)
+
+
+def _open(path: str, nbytes: int, *, create: bool) -> tuple[mmap.mmap | None, str | None]:
+    """The mapped file, or why it cannot be had."""
+    fd = -1
+    try:
+        fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        if create:
+            os.posix_fallocate(fd, 0, nbytes)  # ENOSPC now, not SIGBUS at the first write
+        return mmap.mmap(fd, nbytes), None
+    except OSError as error:
+        return None, os.strerror(error.errno or 0)
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
 def _pages(nbytes: int) -> int:

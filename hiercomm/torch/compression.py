@@ -5,24 +5,25 @@ Horovod's interface, static `compress` and `decompress`, so that users' own Comp
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Compressor:
+class Compressor(ABC):
     """Base of users' compressors: `compress` gives (code, context), `decompress` undoes it."""
 
     @staticmethod
+    @abstractmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
         """The tensor to send, of the same shape on all ranks, and what `decompress` needs."""
-        raise TypeError("a compressor defines compress(tensor) as a static method")
 
     @staticmethod
+    @abstractmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
         """The tensor that `tensor` stands for."""
-        raise TypeError("a compressor defines decompress(tensor, ctx) as a static method")
 
 
 class NoneCompressor(Compressor):

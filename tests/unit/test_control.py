@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import threading
@@ -15,7 +16,7 @@ from hiercomm import control as module
 from hiercomm.comm.base import Mailbox
 from hiercomm.comm.loopback import Loopback
 from hiercomm.control import Control
-from hiercomm.errors import CommTimeout, HierCommError, PeerLost, RankMismatch
+from hiercomm.errors import CommError, CommTimeout, HierCommError, PeerLost, RankMismatch
 from hiercomm.negotiate import Negotiator, Request, Response, Waiting
 from hiercomm.progress import Pending, Progress
 
@@ -336,7 +337,7 @@ def test_leave_ends_though_the_network_is_gone():
     """Nobody can say any more that all have left: a script that caught the error must end all the same."""
     mailbox = Broken()
     rank = Rank(mailbox, 1, 2)
-    held = rank.progress.submit("k", iter([Pending("never")]), "held")  # type: ignore[arg-type]
+    held = rank.progress.submit("k", iter([Pending("never")]), Pending("held"))  # type: ignore[arg-type]
     mailbox.is_broken.set()
     with pytest.raises(ConnectionResetError):
         held.wait(WAIT_S)
@@ -344,6 +345,23 @@ def test_leave_ends_though_the_network_is_gone():
     thread.start()
     thread.join(5)
     assert not thread.is_alive(), "leave() waits for ever"
+
+
+def test_operations_fail_once_the_network_is_gone():
+    """What is under way, and what is submitted after the error was caught."""
+    mailbox = Broken()
+    rank = Rank(mailbox, 1, 2)
+    wait = rank.submit("before")
+    mailbox.is_broken.set()
+    with pytest.raises(CommError, match="network is gone"):
+        wait()
+    late = Operation()
+    with contextlib.suppress(CommError):  # at once, or from its wait
+        rank.control.submit(Request("allreduce", "after"), late)
+        with pytest.raises(CommError):
+            late.pending.wait(2)
+        assert late.pending.has_ended(), "an operation that never ends"
+    rank.progress.close()
 
 
 def _leave(control: Control) -> None:

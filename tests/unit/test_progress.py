@@ -55,7 +55,7 @@ def test_tasks_of_one_key_run_one_after_the_other():
     log: list[Any] = []
     gates = [Gate() for _ in range(5)]
     with running() as progress:
-        pending = [progress.submit("k", step(log, i, gate), f"task {i}") for i, gate in enumerate(gates)]
+        pending = [progress.submit("k", step(log, i, gate), Pending(f"task {i}")) for i, gate in enumerate(gates)]
         for gate in reversed(gates[1:]):
             gate.is_open = True  # what comes later must wait all the same
         with pytest.raises(CommTimeout, match="task 4"):
@@ -71,9 +71,9 @@ def test_keys_run_side_by_side():
     log: list[Any] = []
     gate = Gate()
     with running() as progress:
-        held = progress.submit("a", step(log, "held", gate), "held")
+        held = progress.submit("a", step(log, "held", gate), Pending("held"))
         for i in range(3):
-            progress.submit(("b", i), step(log, i, Done(), Done()), "free").wait(WAIT_S)
+            progress.submit(("b", i), step(log, i, Done(), Done()), Pending("free")).wait(WAIT_S)
         assert not held.is_completed()
         assert not held.has_ended()
         gate.is_open = True
@@ -87,7 +87,7 @@ def test_a_task_runs_on_the_progress_thread():
         return threading.get_native_id()
 
     with running() as progress:
-        pending = progress.submit("k", task(), "task")
+        pending = progress.submit("k", task(), Pending("task"))
         pending.wait(WAIT_S)
         assert pending.result == progress.native_id != threading.get_native_id()
 
@@ -102,9 +102,9 @@ def test_an_error_is_that_of_its_own_task():
 
     with running() as progress:
         log: list[Any] = []
-        first = progress.submit("k", step(log, "first", broken), "first")
-        second = progress.submit("k", fails(), "second")
-        third = progress.submit("k", step(log, "third", Done()), "third")
+        first = progress.submit("k", step(log, "first", broken), Pending("first"))
+        second = progress.submit("k", fails(), Pending("second"))
+        third = progress.submit("k", step(log, "third", Done()), Pending("third"))
         third.wait(WAIT_S)
         for _ in range(2):  # each time one asks
             with pytest.raises(PeerLost, match="rank 3"):
@@ -120,12 +120,12 @@ def test_an_error_is_that_of_its_own_task():
 def test_close_fails_what_has_not_ended_and_ends_the_thread():
     progress = Progress(lambda: False)
     thread = next(t for t in threading.enumerate() if t.native_id == progress.native_id)
-    ended = progress.submit("k", step([], 1, Done()), "ended")
+    ended = progress.submit("k", step([], 1, Done()), Pending("ended"))
     ended.wait(WAIT_S)
-    pending = [progress.submit(key, step([], i, Gate()), "held") for i, key in enumerate("kkl")]
+    pending = [progress.submit(key, step([], i, Gate()), Pending("held")) for i, key in enumerate("kkl")]
     progress.close()
     assert not thread.is_alive()
-    pending.append(progress.submit("k", step([], 9, Done()), "too late"))
+    pending.append(progress.submit("k", step([], 9, Done()), Pending("too late")))
     for p in pending:
         with pytest.raises(CommError, match="shut down"):
             p.wait(WAIT_S)
@@ -141,13 +141,13 @@ def test_an_error_of_poll_fails_everything():
         return False
 
     with running(poll) as progress:
-        pending = [progress.submit(key, step([], i, Gate()), "held") for i, key in enumerate("aab")]
+        pending = [progress.submit(key, step([], i, Gate()), Pending("held")) for i, key in enumerate("aab")]
         broken.set()
         for p in pending:
             with pytest.raises(ConnectionResetError):
                 p.wait(WAIT_S)
         with pytest.raises(ConnectionResetError, match="the network is gone"):
-            progress.submit("c", step([], 9, Done()), "later").wait(WAIT_S)
+            progress.submit("c", step([], 9, Done()), Pending("later")).wait(WAIT_S)
 
 
 def test_no_task_is_forgotten_when_the_thread_ends_meanwhile():
@@ -166,7 +166,7 @@ def test_no_task_is_forgotten_when_the_thread_ends_meanwhile():
 
         def submit(progress: Progress = progress, begun: threading.Event = begun, out: Any = pending) -> None:
             for i in range(400):
-                out.append(progress.submit(i % 3, step([], i, Gate()), f"task {i}"))
+                out.append(progress.submit(i % 3, step([], i, Gate()), Pending(f"task {i}")))
                 begun.set()
 
         thread = threading.Thread(target=submit)
@@ -205,14 +205,14 @@ def cpu_share(progress: Progress, seconds: float) -> float:
 
 def test_an_idle_thread_leaves_the_core_alone():
     with running() as progress:
-        progress.submit("k", step([], 1, Done()), "task").wait(WAIT_S)
+        progress.submit("k", step([], 1, Done()), Pending("task")).wait(WAIT_S)
         assert cpu_share(progress, 1.0) < 0.05
 
 
 def test_a_waiting_thread_sleeps_between_its_polls():
     with running() as progress:
         gate = Gate()
-        progress.submit("k", step([], 1, gate), "held")
+        progress.submit("k", step([], 1, gate), Pending("held"))
         assert cpu_share(progress, 0.5) < 0.5
         assert gate.polls > 50
         gate.is_open = True

@@ -1,0 +1,234 @@
+"""What a wrapped optimizer knows beyond the plain one: its parameters in buckets, and when to exchange them.
+
+Parameters that were planned together are a part: all at wrap, and any that are added or unfrozen later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hiercomm import runtime
+from hiercomm.allreduce import Exchange, HierarchicalAllReduce
+from hiercomm.bucket import Bucket, Spec, layout, plan
+from hiercomm.errors import ConfigError
+from hiercomm.modes import Mode
+from hiercomm.modes.base import Context
+from hiercomm.reducer import PRESENCE_OP, Reducer, presence_spec
+from hiercomm.torch import ops
+from hiercomm.torch.compression import NoneCompressor
+
+
+@final
+class _Exchanges:
+    """A mode's context: bucket exchanges of one set of parameters, counted so that ranks can be compared.
+
+    Every rank starts and later distributes the same exchanges in the same order; each is counted on a channel.
+    """
+
+    def __init__(self, engine: HierarchicalAllReduce, buckets: Sequence[Bucket], owner: str) -> None:
+        self._runtime = runtime.current()
+        self._engine = engine
+        self._starts = self._runtime.new_channel()
+        self._distributions = self._runtime.new_channel()
+        self._tags = {bucket.index: self._runtime.new_tag() for bucket in buckets}
+        self._owner = owner
+        self._numbers: dict[int, int] = {}
+
+    def start(self, bucket: Bucket) -> Exchange:
+        self._numbers[id(bucket.buffer)] = self._runtime.count(self._starts)
+        what = f"the exchange of bucket {bucket.index} of {self._owner}"
+        return self._engine.start(bucket.buffer, bucket.op, bucket.divisor, self._tags[bucket.index], what)
+
+    def finish(self, exchange: Exchange) -> None:
+        number = self._numbers[id(exchange.buffer)]
+        timing = self._runtime.timing
+        with timing.span("wait"):
+            for work in (exchange.cross, exchange.local):
+                if work is not None:
+                    self._runtime.wait_counted(work, self._starts, number, exchange.what)
+            number = self._runtime.count(self._distributions)
+            with timing.span("local"):
+                work = self._engine.distribute(exchange)
+                self._runtime.wait_counted(work, self._distributions, number, exchange.what)
+
+
+@final
+class _Part:
+    """Parameters that were planned together, with their buckets and their own mode object."""
+
+    def __init__(self, options: Options, parameters: Sequence[Tensor], names: Sequence[str], mode: Mode) -> None:
+        context = runtime.current()
+        name = context.unnamed("optimizer")
+        # Backward reaches the last parameters first.
+        self.parameters = list(reversed(parameters))
+        names = list(reversed(names))
+        specs = [options.spec(p) for p in self.parameters]
+        facts = {
+            f"parameter {n!r}": (str(s.dtype), s.shape, s.stride)
+            for n, s in reversed([*zip(names, specs, strict=True)])
+        }
+        context.agree({**options.facts(mode), "number of parameters": len(specs), **facts}, name, "the optimizer")
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self._require_one_device(names, device)
+        groups = plan(specs, context.config.bucket_bytes)
+        presence = presence_spec(len(specs))
+        sizes = [(layout([specs[i] for i in g])[1], specs[g[0]].dtype) for g in groups]
+        level = context.local_level(device, name)
+        assert level is not None
+        level, buffers = context.allocate(level, [*sizes, (presence.numel, presence.dtype)], device, name)
+        divisor = context.topology.size if options.op == ops.Average else 1
+        op = ops.reduction_name(options.op)
+        buckets = [
+            Bucket(i, g, [specs[k] for k in g], b, op, divisor)
+            for i, (g, b) in enumerate(zip(groups, buffers, strict=False))
+        ]
+        last = Bucket(len(buckets), [], [], buffers[-1], PRESENCE_OP, 1)
+        exchanges = _Exchanges(context.all_reduce_engine(level), [*buckets, last], options.label)
+        mode.attach(Context(exchanges.start, exchanges.finish))
+        self.mode = mode
+        self.reducer = Reducer(
+            self.parameters, names, buckets, last, mode.on_bucket, options.passes, options.wire_compression(),
+            options.sparse_as_dense,
+        )  # fmt: skip
+
+    def _require_one_device(self, names: Sequence[str], device: torch.device) -> None:
+        for name, parameter in zip(names, self.parameters, strict=True):
+            if parameter.device != device:
+                raise ConfigError(
+                    f"parameter {name!r} is on {parameter.device}, others are on {device}: use one device"
+                )
+
+    def synchronize(self, *, discard: bool = False) -> None:
+        self.reducer.finish(discard=discard)
+        self.mode.synchronize()
+        self.reducer.publish(discard=discard)
+
+
+class Options:
+    """The arguments of one DistributedOptimizer."""
+
+    def __init__(self, label: str, compression: Any, passes: int, op: int, sparse_as_dense: bool) -> None:
+        self.label = label
+        self.compression = compression
+        self.passes = passes
+        self.op = op
+        self.sparse_as_dense = sparse_as_dense
+
+    def wire_compression(self) -> Any:
+        """None where gradients travel as they are."""
+        return None if self.compression is NoneCompressor else self.compression
+
+    def spec(self, parameter: Tensor) -> Spec:
+        """What this parameter's gradient looks like in its bucket."""
+        if self.wire_compression() is None:
+            return Spec.of(parameter)
+        code, _ = self.compression.compress(torch.zeros_like(parameter))
+        return Spec.of(code.contiguous())
+
+    def facts(self, mode: Mode) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        compression = getattr(self.compression, "__name__", repr(self.compression))
+        return {
+            "mode": repr(mode), "op": int(self.op), "compression": compression,
+            "backward_passes_per_step": self.passes, "sparse_as_dense": self.sparse_as_dense,
+        }  # fmt: skip
+
+
+@final
+class Distribution:
+    """What a wrapped optimizer knows beyond the plain one."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, options: Options, names: dict[Tensor, str], mode: Mode,
+        plain_step: Callable[..., Any],
+    ) -> None:  # fmt: skip
+        self.options = options
+        self.mode = mode
+        self.plain_step = plain_step
+        self.alone = runtime.current().topology.size == 1
+        self._optimizer = optimizer
+        self._names = names
+        self._known: set[Tensor] = set()
+        self._parts: list[_Part] = []
+        self.synchronized = False
+        if not self.alone:
+            self._take_in(self._new_parameters(), mode)
+
+    def _new_parameters(self) -> list[Tensor]:
+        """Parameters that need gradients and are not in any part: added or unfrozen since the last look."""
+        groups = self._optimizer.param_groups
+        return [p for g in groups for p in g["params"] if p.requires_grad and p not in self._known]
+
+    def _take_in(self, parameters: list[Tensor], mode: Mode) -> None:
+        self._known.update(parameters)
+        names = [self._names.get(p) or f"parameter.{len(self._known)}.{i}" for i, p in enumerate(parameters)]
+        self._parts.append(_Part(self.options, parameters, names, mode))
+
+    @property
+    def has_fired(self) -> bool:
+        """Whether a gradient was computed that has not been exchanged."""
+        return any(part.reducer.has_fired for part in self._parts)
+
+    def synchronize(self, *, discard: bool = False) -> None:
+        """Exchange the gradients, once for a step."""
+        if self.alone or (self.synchronized and not self.has_fired):
+            return
+        runtime.current()
+        new = self._new_parameters()
+        if new:
+            # One mode object for each part: it holds what is under way of that part.
+            self._take_in(new, type(self.mode)(**_options_of(self.mode)))
+        for part in self._parts:
+            part.synchronize(discard=discard)
+        self.synchronized = True
+
+    def set_passes(self, passes: int) -> None:
+        """Backward passes per step from now on."""
+        require_passes(passes)
+        self.options.passes = passes
+        for part in self._parts:
+            part.reducer.set_passes(passes)
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Exchange what has not been, then step as the mode says. Returns what the plain step returns."""
+        if closure is None:
+            self.synchronize()
+            result = self.mode.step(self.plain_step)
+        else:
+            result = self.mode.step(lambda: self.plain_step(self._joint(closure)))
+        self.synchronized = False
+        return result
+
+    def _joint(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure with all ranks' gradients and the mean of their losses: line searches must agree."""
+
+        def joint() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self.synchronize()
+            if not self.alone and isinstance(loss, Tensor) and loss.dtype.is_floating_point:
+                return ops.allreduce(loss.detach(), op=ops.Average)
+            return loss
+
+        return joint
+
+    def before_zero_grad(self) -> None:
+        """Gradients that were computed and not used: see their exchange through, then they can go."""
+        if self.has_fired:
+            self.synchronize(discard=True)
+        self.synchronized = False
+
+
+def _options_of(mode: Mode) -> dict[str, Any]:
+    """A mode's options by name."""
+    return {name: getattr(mode, name) for name in getattr(mode, "__dataclass_fields__", {})}
+
+
+def require_passes(passes: int) -> None:
+    """Raise ConfigError unless `passes` backward passes can be accumulated."""
+    if passes <= 0:
+        raise ConfigError(f"backward_passes_per_step must be > 0, not {passes}")
