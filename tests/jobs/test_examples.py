@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Start
+from job import ROOT, Start
 
 EXAMPLES = ROOT / "scripts" / "examples"
 BATCH = 48  # the joint batch, over 4 ranks or on one

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Ended, Start
+from job import Ended, Start
 
 
 def fails(ended: Ended, *texts: str, within_s: float = 60.0) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BIN, ROOT, Start
+from job import BIN, ROOT, Start
 
 
 def test_placement_table_and_report(start: Start) -> None:

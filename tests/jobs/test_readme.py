@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BIN, ROOT
+from job import BIN, ROOT
 
 BLOCKS = re.findall(r"^```\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line]

@@ -55,7 +55,7 @@ def test_equals_the_sequential_fold_to_the_bit(op, dtype):
                     assert torch.equal(out, right), (count, divisor, outs_among_parts)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 32767, 32768, 32769, 70000])
+@pytest.mark.parametrize("numel", [0, 1, 65535, 65536, 65537, 140000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_block_boundaries(numel, dtype):
     for count in (2, 3):
