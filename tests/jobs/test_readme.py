@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from job import BIN, ROOT
 
-BLOCKS = re.findall(r"^```\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+BLOCKS = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line]
 # What these do is tested otherwise: test is what runs this, and pip install is packaging's test.
 ELSEWHERE = {"./scripts/test", "pip install '.[mpi]'"}
