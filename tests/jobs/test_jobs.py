@@ -211,3 +211,32 @@ def test_the_wheel_needs_no_torch_and_no_compiler_to_build_and_to_import(tmp_pat
     subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True, timeout=120)
     ended = alone(PYTHONPATH=str(target), PATH="/nowhere")
     assert ended.stdout.split() == ["0", "1", "1"], ended.stderr
+
+
+def test_an_exchange_needs_no_more_than_one_bucket_of_scratch(start: Start) -> None:
+    ended = start(
+        2,
+        """
+        from pathlib import Path
+        def kilobytes(field):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return int(next(line for line in lines if line.startswith(field)).split()[1])
+
+        bucket = 64 * 2**20
+        hiercomm.init(config=hiercomm.Config.from_environment(bucket_bytes=bucket))
+        parameter = torch.nn.Parameter(torch.zeros(bucket // 4))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
+        parameter.sum().backward()
+        optimizer.step()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = kilobytes("VmRSS")
+        optimizer.step()  # exchanges the gradients that are there
+        grown = (kilobytes("VmHWM") - before) * 1024
+        print("scratch", grown / bucket, flush=True)
+        """,
+        ranks_per_node=1,
+    ).end()
+    assert ended.status == 0, ended.output
+    scratch = [float(line.split()[1]) for line in ended.output.splitlines() if line.startswith("scratch")]
+    assert len(scratch) == 2
+    assert max(scratch) < 1.1, ended.output
