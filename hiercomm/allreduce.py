@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hiercomm import reduction
 from hiercomm.comm.base import Communicator, Done, LocalBuffer, ReducingCommunicator, Work, pieces
-from hiercomm.comm.staging import from_host, to_host
+from hiercomm.comm.staging import from_host, to_host, written
 from hiercomm.progress import Pending, Progress, Task
 from hiercomm.timing import Timing
 from hiercomm.topology import Topology
@@ -74,7 +74,7 @@ def tree_broadcast(comm: Communicator, ranks: Sequence[int], buf: Tensor, tag: i
 
 @dataclass
 class Exchange:
-    """One buffer under way; `HierarchicalAllReduce.finish` ends it."""
+    """One buffer under way: wait for `cross` and `local`, then for `HierarchicalAllReduce.distribute`."""
 
     buffer: LocalBuffer
     local: Work
@@ -84,7 +84,7 @@ class Exchange:
 
 @final
 class HierarchicalAllReduce:
-    """All-reduce of buffers that `local` has allocated. `start` and `finish` are called by the training
+    """All-reduce of buffers that `local` has allocated. `start` and `distribute` are called by the training
     thread, in the same order on every rank.
 
     `local` is None where this node has one rank, `cross` where there is one node or this rank does not
@@ -110,12 +110,13 @@ class HierarchicalAllReduce:
 
     def start(self, buffer: LocalBuffer, op: str, divisor: int, tag: int, what: str) -> Exchange:
         """Begin; returns at once. `tag` and `tag + 1` belong to this buffer. `what` names it in errors."""
+        local: Work
         local_divisor, cross_divisor = (divisor, 1) if self._local_divides else (1, divisor)
         several = len(self._topology.nodes) > 1
         if self._local is None:
-            local: Work = Done()
             if local_divisor != 1:
                 reduction.combine([buffer.data], [buffer.data], op, local_divisor)
+            local = written(buffer.data)
         elif several and self._topology.is_homogeneous:
             local = self._local.reduce_scatter(buffer, op, local_divisor)
         else:
@@ -130,9 +131,8 @@ class HierarchicalAllReduce:
     def _task(
         self, local: Work, buffer: LocalBuffer, op: str, divisor: int, tag: int, crosses: bool
     ) -> Generator[Work, None, None]:
-        if self._local is not None:
-            with self._timing.span("local"):
-                yield local
+        with self._timing.span("local"):
+            yield local
         if not crosses:
             return
         assert self._cross is not None

@@ -137,6 +137,10 @@ class Config:
                 values[known[name].name] = known[name].metadata["parse"](text)
             except ConfigError as error:
                 raise ConfigError(f"{name}={text}: {error}") from None
+        unknown = [name for name in arguments if variable(name) not in known]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], [f.name for f in known.values()], n=1, cutoff=0.0)
+            raise ConfigError(f"unknown option {unknown[0]!r}; the nearest known one is {near[0]!r}")
         values.update(arguments)
         return Config(**values)
 

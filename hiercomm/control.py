@@ -34,15 +34,31 @@ class Operation(Protocol):
         """It will never be carried out."""
 
 
+def _non_daemons() -> set[int | None]:
+    # Threads that libraries start are daemons.
+    return {t.ident for t in threading.enumerate() if not t.daemon}
+
+
 @final
 class Control:
-    """`poll` is called by the progress thread, all else by any thread. `wake` makes `poll` come soon."""
+    """`poll` is called by the progress thread, all else by any thread. `wake` makes `poll` come soon.
 
-    def __init__(self, mailbox: Mailbox, rank: int, size: int, wake: Callable[[], None]) -> None:
+    `bystanders`: ids of threads that may yet communicate although they have not so far.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        rank: int,
+        size: int,
+        wake: Callable[[], None],
+        bystanders: Callable[[], set[int | None]] = _non_daemons,
+    ) -> None:
         self._mailbox = mailbox
         self._rank = rank
         self._size = size
         self._wake = wake
+        self._bystanders = bystanders
         self._negotiator = Negotiator(size) if rank == COORDINATOR else None
         self._lock = threading.Lock()
         self._operations: dict[Key, Operation] = {}
@@ -206,7 +222,9 @@ class Control:
         if self._leaving:
             return
         with self._lock:
-            alive = {t.ident for t in threading.enumerate()} & self._threads if self._waiting else set()
+            alive: set[int | None] = set()
+            if self._waiting:
+                alive = {t.ident for t in threading.enumerate() if t.ident in self._threads} | self._bystanders()
             waits = [item for thread, item in self._waiting.items() if thread in alive]
             old = all(time.monotonic() - since > _BLOCKED_AFTER_S for since, _ in waits)
             waiting = tuple(what for _, what in waits) if waits and len(waits) == len(alive) and old else ()
@@ -235,11 +253,13 @@ class Control:
 
     def _reason(self, waiting: Waiting, epoch: int) -> CommError | None:
         """Why `waiting`, which began in `epoch`, can never end, where that is known."""
+        if self._closed is not None:
+            return self._closed
         if waiting.key is not None:
             return None  # the coordinator answers for operations
         if self.epoch != epoch:
             return RankMismatch(self._stuck)
-        for rank, started in self._gone.items():
+        for rank, started in list(self._gone.items()):
             if started.get(waiting.channel, 0) < waiting.number:
                 return PeerLost(
                     f"{waiting.what} cannot complete: rank {rank} has shut down hiercomm (its script ended or raised "

@@ -1,7 +1,8 @@
 """Operations on the user's own tensors: allreduce, allgather, broadcast, barrier, matched by name.
 
-Exact, whatever compression the optimizers use, and hierarchical. Works on host memory; tensors on a GPU
-are copied. One `EagerOperation` is one call on one rank; its tasks run on the progress thread.
+Exact, whatever compression the optimizers use. Reductions and broadcasts are hierarchical; an allgather sends
+every rank's block to every other. Works on host memory; tensors on a GPU are copied. One `EagerOperation` is one
+call on one rank; its tasks run on the progress thread.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class EagerOperation:
 
     def run(self, response: Response) -> None:
         """Every rank is ready: hand the task to the progress thread."""
-        tag = response.sequence % _TAGS * _TAGS_PER_OPERATION
-        self._spawn(response.sequence, self.task(tag, response.rows), self.pending)
+        # Operations that share a tag run one after the other.
+        slot = response.sequence % _TAGS
+        self._spawn(slot, self.task(slot * _TAGS_PER_OPERATION, response.rows), self.pending)
 
     def fail(self, error: HierCommError) -> None:
         """It will never run."""

@@ -101,7 +101,7 @@ class Negotiator:
         self.running(rank)
         pending = self._pending.setdefault(request.key, _Pending())
         pending.requests[rank] = request
-        gone = [q for q, state in enumerate(self._ranks) if state.gone is not None]
+        gone = [q for q, s in enumerate(self._ranks) if s.gone is not None and q not in pending.requests]
         if gone:
             return self._respond(request.key, error=_lost(request, gone), peer_lost=True)
         if len(pending.requests) < self._size:
@@ -123,11 +123,9 @@ class Negotiator:
         """`rank` has shut down. Returns the failures of what waits for it."""
         self._ranks[rank].gone = started
         self._stuck_since = None
-        waiting = [p for p in self._pending.values() if p.requests]
-        return [
-            self._respond(request.key, error=_lost(request, [rank]), peer_lost=True)
-            for request in [next(iter(p.requests.values())) for p in waiting]
-        ]
+        # What it has submitted itself can still be carried out: it stays until all have left.
+        missing = [next(iter(p.requests.values())) for p in self._pending.values() if rank not in p.requests]
+        return [self._respond(r.key, error=_lost(r, [rank]), peer_lost=True) for r in missing]
 
     @property
     def all_gone(self) -> bool:

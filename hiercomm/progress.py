@@ -105,6 +105,7 @@ class Progress:
         self._poll = poll
         self._inbox: deque[tuple[Hashable, Task, Pending]] = deque()
         self._queues: dict[Hashable, _Queue] = {}
+        self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stop = False
         self._error: BaseException | None = None
@@ -118,10 +119,11 @@ class Progress:
 
     def submit(self, key: Hashable, task: Task, pending: Pending) -> Pending:
         """Run `task` behind the earlier ones of `key`; `pending` ends with it, and is returned."""
-        if self._error is not None or self._stop:
-            pending.finish(error=self._error or CommError("hiercomm has been shut down"))
-            return pending
-        self._inbox.append((key, task, pending))
+        with self._lock:
+            if self._error is not None or self._stop:
+                pending.finish(error=self._error or CommError("hiercomm has been shut down"))
+                return pending
+            self._inbox.append((key, task, pending))
         self._wake.set()
         return pending
 
@@ -131,7 +133,8 @@ class Progress:
 
     def close(self) -> None:
         """Stop the thread; tasks that have not ended fail."""
-        self._stop = True
+        with self._lock:
+            self._stop = True
         self._wake.set()
         self._thread.join()
         self._fail(CommError("hiercomm has been shut down"))
@@ -143,7 +146,8 @@ class Progress:
             try:
                 moved = self._poll() | self._advance()
             except BaseException as error:  # there is nobody to raise it to: every waiter gets it
-                self._error = error
+                with self._lock:
+                    self._error = error
                 self._fail(error)
                 return
             if moved:

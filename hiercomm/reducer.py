@@ -76,6 +76,8 @@ class Reducer:
         self._passes_left = [self.passes] * len(self._parameters)
         self._missing = {b.index: len(b.members) for b in self._buckets}
         self._next = 0
+        # What was handed over, to notice when it is changed before its exchange has ended.
+        self._sent: dict[int, tuple[Tensor | None, int]] = {}
 
     def set_passes(self, passes: int) -> None:
         """Backward passes per step from now on."""
@@ -95,10 +97,11 @@ class Reducer:
             )
         self.has_fired = True
         self._passes_left[index] = left
-        if self._compression is None:
-            self._adopt(index, parameter)
-        if left == 0:
-            self._make_ready(index)
+        with torch.no_grad():  # autograd may be recording (create_graph=True)
+            if self._compression is None:
+                self._adopt(index, parameter)
+            if left == 0:
+                self._make_ready(index)
 
     def _adopt(self, index: int, parameter: Tensor) -> None:
         """Have the gradient live in its bucket."""
@@ -107,6 +110,12 @@ class Reducer:
             return
         if grad.layout != torch.strided:
             grad = self._dense(index, grad)
+        if grad.dtype != view.dtype or grad.device != view.device or grad.shape != view.shape:
+            raise UsageError(
+                f"the gradient of {self._names[index]!r} is {grad.dtype}, {list(grad.shape)}, on {grad.device}, but "
+                f"was {view.dtype}, {list(view.shape)}, on {view.device} when the optimizer was wrapped: convert and "
+                "move the model before"
+            )
         view.copy_(grad)
         parameter.grad = view
 
@@ -122,6 +131,8 @@ class Reducer:
     def _make_ready(self, index: int) -> None:
         if self._compression is not None:
             self._compress(index)
+        grad = self._parameters[index].grad
+        self._sent[index] = (grad, -1 if grad is None else grad._version)
         bucket = self._bucket_of[index]
         self._missing[bucket.index] -= 1
         while self._next < len(self._buckets) and not self._missing[self._buckets[self._next].index]:
@@ -176,6 +187,7 @@ class Reducer:
         use them and others do not.
         """
         flags = self._presence.flat
+        touched = [self._names[i] for i in self._sent if self._was_touched(i)]
         self._reset()
         if flags[_USE] and flags[_DISCARD]:
             raise RankMismatch(
@@ -183,11 +195,9 @@ class Reducer:
                 "found inf on some ranks only, or a rank skipped its step. Call optimizer.synchronize() before "
                 "scaler.unscale_(optimizer), and skip steps on all ranks or on none."
             )
-        touched = [b for b in self._buckets if b.was_touched()]
         if touched and not discard:
-            names = [self._names[i] for b in touched for i in b.members]
             raise GradientOrderError(
-                f"gradients ({names[0]!r} or others beside it) were changed between backward() and the end of their "
+                f"gradients (of {touched[0]!r}, for one) were changed between backward() and the end of their "
                 "exchange: call optimizer.synchronize() before gradient clipping or scaler.unscale_()"
             )
         everywhere = bool(flags[:_USE].all())
@@ -196,6 +206,15 @@ class Reducer:
                 parameter.grad = self._result(index, parameter)
             else:
                 parameter.grad = None
+
+    def _was_touched(self, index: int) -> bool:
+        sent, version = self._sent[index]
+        grad = self._parameters[index].grad
+        if grad is None or sent is None:  # the user has thrown it away: nothing wrong is used
+            return False
+        if grad is not sent:
+            return True
+        return self._bucket_of[index].was_touched() if self._compression is None else grad._version != version
 
     def _result(self, index: int, parameter: Tensor) -> Tensor:
         result = self._view_of[index]

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, final
@@ -58,7 +58,7 @@ class Runtime:
         self._channels = itertools.count()
         self._tags = itertools.count(step=2)
         self._unnamed: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
-        self._levels: dict[str, ReducingCommunicator] = {}
+        self._pid = os.getpid()
         self._control: Control | None = None
         self._progress: Progress | None = None
         self.topology = self._discover()
@@ -99,6 +99,12 @@ class Runtime:
         rate, delay = self.config.cross_rate, self.config.cross_delay
         return Throttled(comm, rate, delay or 0.0) if rate is not None or delay is not None else comm
 
+    def _require_same_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "this process was forked from a rank, such as a data-loading worker: it cannot communicate"
+            )
+
     def _wake(self) -> None:
         if self._progress is not None:
             self._progress.wake()
@@ -113,6 +119,7 @@ class Runtime:
 
     def submit(self, request: Request, data: Tensor, divisor: int = 1) -> Pending:
         """Begin an operation on a contiguous CPU tensor; its `result` is there when it completes."""
+        self._require_same_process()
         operation = EagerOperation(request, data, divisor, self._comms, self._spawn)
         if self._control is None:
             rows = (data.shape[0] if data.dim() else 1,)
@@ -121,9 +128,9 @@ class Runtime:
             self._control.submit(request, operation)
         return operation.pending
 
-    def _spawn(self, sequence: int, task: Task, pending: Pending) -> None:
+    def _spawn(self, slot: int, task: Task, pending: Pending) -> None:
         assert self._progress is not None
-        self._progress.submit(("eager", sequence), task, pending)
+        self._progress.submit(("eager", slot), task, pending)
 
     def wait(self, pending: Pending, request: Request) -> Any:
         """The result of a submitted operation. Raises what it raised, or CommTimeout."""
@@ -159,22 +166,6 @@ class Runtime:
 
     # ---- optimizers -------------------------------------------------------------------------------
 
-    def local_level(self, device: torch.device, name: str) -> ReducingCommunicator | None:
-        """The reducing communicator of this node for tensors on `device`. Collective over all ranks."""
-        wanted = self.config.local
-        if wanted == "auto":
-            wanted = "nccl" if device.type == "cuda" else "shm"
-        if wanted not in self._levels and self.topology.size > 1:
-            exchange = self._local_exchange(name)
-            t = self.topology
-            if wanted == "shm":
-                self._levels[wanted] = SharedMemory(t.local_rank, t.local_size, exchange)
-            else:
-                self._levels[wanted] = TorchDistributed(
-                    wanted, t.local_rank, t.local_size, exchange, self.config.timeout_s
-                )
-        return self._levels.get(wanted)
-
     def _local_exchange(self, name: str) -> Callable[[Any], Sequence[Any]]:
         calls = itertools.count()
 
@@ -185,28 +176,36 @@ class Runtime:
         return exchange
 
     def allocate(
-        self, level: ReducingCommunicator, specs: Sequence[tuple[int, torch.dtype]], device: torch.device, name: str
+        self, specs: Sequence[tuple[int, torch.dtype]], device: torch.device, name: str
     ) -> tuple[ReducingCommunicator, list[LocalBuffer]]:
-        """Buffers of the local level, and the level: Gloo takes over where memory cannot be shared. Collective."""
-        error = ""
-        buffers: list[LocalBuffer] = []
+        """Buffers inside the node, with a level of their own: in each the order of operations is its own, too.
+
+        Collective over all ranks. Gloo takes over where memory cannot be shared. Raises CommError on all ranks.
+        """
+        wanted = self.config.local
+        if wanted == "auto":
+            wanted = "nccl" if device.type == "cuda" else "shm"
+        error, buffers = "", list[LocalBuffer]()
         try:
+            level = self._level(wanted, name)
             buffers = level.allocate(specs, device)
         except CommError as e:
             error = str(e)
         errors = [e for e in self.all_gather_object(error, f"{name}.allocated") if e]
         if not errors:
             return level, buffers
-        if self.config.local != "auto" or not isinstance(level, SharedMemory):
+        if self.config.local != "auto" or wanted != "shm":
             raise CommError(errors[0])
         if self.topology.rank == 0:
             print(f"hiercomm: {errors[0]}; using Gloo inside the nodes instead, which is slower", file=sys.stderr)
-        t = self.topology
-        gloo = TorchDistributed(
-            "gloo", t.local_rank, t.local_size, self._local_exchange(f"{name}.gloo"), self.config.timeout_s
-        )
-        self._levels["shm"] = gloo
+        gloo = self._level("gloo", f"{name}.gloo")
         return gloo, gloo.allocate(specs, device)
+
+    def _level(self, kind: str, name: str) -> ReducingCommunicator:
+        t, exchange = self.topology, self._local_exchange(name)
+        if kind == "shm":
+            return SharedMemory(t.local_rank, t.local_size, exchange)
+        return TorchDistributed(kind, t.local_rank, t.local_size, exchange, self.config.timeout_s)
 
     def new_channel(self) -> int:
         """The number of the next stream of events; the same on all ranks that wrap in the same order."""
@@ -224,6 +223,7 @@ class Runtime:
 
     def count(self, channel: int) -> int:
         """This rank begins the next event of `channel`. Returns its number."""
+        self._require_same_process()
         assert self._control is not None
         return self._control.count(channel)
 
@@ -253,8 +253,6 @@ class Runtime:
         self._progress.close()
         self._control.close(CommError("hiercomm has been shut down"))
         self._mailbox.close()
-        for level in self._levels.values():
-            level.close()
 
     def _print_report(self, shares: list[dict[str, float]]) -> None:
         if not self.config.report or self.topology.rank != 0 or not any(s["wait"] for s in shares):
@@ -294,27 +292,27 @@ _lock = threading.Lock()
 _previous_hook: Callable[..., Any] | None = None
 
 
-def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = None) -> None:
+def init(comm: Any = None, process_sets: Any = None, **options: Any) -> None:
     """Find the other ranks and start the progress thread. A second call does nothing.
 
     Args:
         comm: None for all ranks; a list of ranks or an mpi4py communicator for some of them.
         process_sets: not in this version yet; None.
-        config: the options; default: from the environment.
+        options: fields of Config, which beat the environment.
     Raises ConfigError where an option cannot be used, ConfigMismatch where ranks have different ones.
     """
     global _current, _owner_pid
     with _lock:
         if _current is not None:
             return
+        _owner_pid = os.getpid()
+        _install_hooks()
         if process_sets is not None:
             raise UsageError("process sets are not in this version of hiercomm yet: call init() without process_sets")
-        config = Config.from_environment() if config is None else config
-        world = _world(comm)
-        runtime = Runtime(config, world)
-        _current, _owner_pid = runtime, os.getpid()
-        _install_hooks()
+        config = Config.from_environment(**options)
+        runtime = Runtime(config, _world(comm))
         _limit_threads(runtime)
+        _current = runtime
     if config.placement and runtime.topology.rank == 0:
         print(f"hiercomm: {runtime.topology.describe()}", file=sys.stderr, flush=True)
 
@@ -335,11 +333,13 @@ def _world(comm: Any) -> mpi.MpiWorld | None:
 
 
 def _limit_threads(runtime: Runtime) -> None:
-    # Ranks that share a machine share its cores; every rank taking all of them is many times slower.
+    # Ranks that share cores must not each take all of them: that is many times slower.
     if runtime.topology.size > 1 and "OMP_NUM_THREADS" not in configuration.process_environment():
-        hosts = runtime.all_gather_object(socket.gethostname(), "hiercomm.hosts")
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // hosts.count(socket.gethostname())))
+        mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
+        everybody = runtime.all_gather_object(mine, "hiercomm.cores")
+        sharers = Counter(core for host, cores in everybody if host == mine[0] for core in cores)
+        fair = int(sum(1 / sharers[core] for core in mine[1]) + 1e-9)
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), fair)))
 
 
 def _install_hooks() -> None:
@@ -353,16 +353,20 @@ def _install_hooks() -> None:
 def _excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
     """An uncaught exception ends the job: the other ranks would wait for this one for ever."""
     runtime = _current
-    if runtime is None or os.getpid() != _owner_pid or runtime.topology.size == 1:
+    rank, size = (runtime.topology.rank, runtime.topology.size) if runtime is not None else mpi.place()
+    if os.getpid() != _owner_pid or size == 1:
         (_previous_hook or sys.__excepthook__)(kind, value, trace)
         return
-    where = f"rank {runtime.topology.rank} on {socket.gethostname()}"
+    where = f"rank {rank} on {socket.gethostname()}"
     text = "".join(traceback.format_exception(kind, value, trace))
     # One write, so that the ranks' tracebacks do not mix.
     sys.stderr.write(f"hiercomm: uncaught exception on {where}; ending the job\n{text}")
     sys.stderr.flush()
     sys.stdout.flush()
-    runtime.abort(1)
+    if runtime is not None:
+        runtime.abort(1)
+    time.sleep(_ABORT_GRACE_S)  # in init(), or after shutdown(): the others may be about to say the same
+    mpi.abort_all(1)
 
 
 def shutdown() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hiercomm.errors import ConfigMismatch
+from hiercomm.errors import ConfigError, ConfigMismatch
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ def discover(nodes: Sequence[str], rank: int) -> Topology:
 def name_nodes(found: Sequence[str], given: Sequence[str | None], ranks_per_node: int | None) -> tuple[str, ...]:
     """Each rank's node name: what the user gave, else every `ranks_per_node` ranks, else what MPI found.
 
-    Args are indexed by rank. Raises ConfigMismatch where only some ranks were given a name.
+    Args are indexed by rank. Raises ConfigMismatch where only some ranks were given a name, ConfigError where a
+    node would hold ranks that MPI finds on several hosts.
     """
     missing = [r for r, name in enumerate(given) if name is None]
     if len(missing) < len(given):
@@ -115,7 +116,17 @@ def name_nodes(found: Sequence[str], given: Sequence[str | None], ranks_per_node
                 f"HIERCOMM_NODE is set on some ranks but not on rank {_ranges(missing)}: "
                 "set it on every rank or on none"
             )
-        return tuple(str(name) for name in given)
-    if ranks_per_node is not None:
-        return tuple(f"node{r // ranks_per_node}" for r in range(len(found)))
-    return tuple(found)
+        names = tuple(str(name) for name in given)
+    elif ranks_per_node is not None:
+        names = tuple(f"node{r // ranks_per_node}" for r in range(len(found)))
+    else:
+        return tuple(found)
+    for name in dict.fromkeys(names):
+        hosts = dict.fromkeys(host for host, n in zip(found, names, strict=True) if n == name)
+        if len(hosts) > 1:
+            ranks = _ranges([r for r, n in enumerate(names) if n == name])
+            raise ConfigError(
+                f"node {name!r} (HIERCOMM_NODE or HIERCOMM_RANKS_PER_NODE) would hold ranks {ranks}, which cannot "
+                f"share memory: MPI finds them on {', '.join(hosts)}. A host can be split, not joined"
+            )
+    return names

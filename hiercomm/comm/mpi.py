@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, final
 
@@ -34,6 +35,19 @@ def available() -> str | None:
     except (ImportError, RuntimeError) as error:
         return str(error).splitlines()[0]
     return None
+
+
+def place() -> tuple[int, int]:
+    """This process's rank among all and their number, where MPI runs already; else (0, 1)."""
+    if "mpi4py.MPI" not in sys.modules or not _mpi().Is_initialized() or _mpi().Is_finalized():
+        return 0, 1
+    world = _mpi().COMM_WORLD
+    return world.Get_rank(), world.Get_size()
+
+
+def abort_all(code: int) -> None:
+    """End all processes of the job now."""
+    _mpi().COMM_WORLD.Abort(code)
 
 
 @functools.cache

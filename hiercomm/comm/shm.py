@@ -82,9 +82,10 @@ class _Window(LocalBuffer):
 
     def _reached(self, ranks: Sequence[int], line: int, step: int) -> bool:
         flags = self._flags
-        for q in ranks:  # noqa: SIM110 (this is polled, and a generator takes twice as long)
+        for q in ranks:
             if flags[2 * q * _STRIDE + line] < step:
                 return False
+        _fence()  # nor may data be read before the flag was
         return True
 
 
@@ -151,13 +152,15 @@ class SharedMemory(ReducingCommunicator):
         if self.rank == 0:
             memory, error = _open(path, nbytes, create=True)
             error = error and f"{nbytes} bytes of shared memory in {_SHM}: {error}"
-        root_path, root_error = self._exchange((path, error))[0]
-        if self.rank != 0 and root_error is None:
-            memory, error = _open(root_path, nbytes, create=False)
-            error = error and f"local rank {self.rank} cannot open the shared memory of local rank 0: {error}"
-        errors = [e for e in self._exchange(error) if e is not None]
-        if self.rank == 0 and os.path.exists(path):
-            os.unlink(path)  # mapped everywhere by now: nothing is left behind, whatever happens next
+        try:
+            root_path, root_error = self._exchange((path, error))[0]
+            if self.rank != 0 and root_error is None:
+                memory, error = _open(root_path, nbytes, create=False)
+                error = error and f"local rank {self.rank} cannot open the shared memory of local rank 0: {error}"
+            errors = [e for e in self._exchange(error) if e is not None]
+        finally:
+            if self.rank == 0 and os.path.exists(path):
+                os.unlink(path)  # mapped everywhere by now: nothing is left behind, whatever happens next
         if errors or memory is None:
             raise CommError(errors[0])
         return memory

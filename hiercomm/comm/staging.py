@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hiercomm.comm.base import Work
+from hiercomm.comm.base import Done, Work
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -29,6 +29,13 @@ class _Event(Work):
         return "copy between GPU and host"
 
 
+def written(tensor: Tensor) -> Work:
+    """A Work that completes when what the calling thread has queued for `tensor` so far is done."""
+    if tensor.device.type == "cpu":
+        return Done()
+    return _Event(torch.cuda.current_stream(tensor.device))
+
+
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return _streams.setdefault(device, torch.cuda.Stream(device))
 
@@ -37,11 +44,13 @@ def to_host(tensor: Tensor) -> Generator[Work, None, Tensor]:
     """Task: the tensor's values in host memory; whatever wrote them must have completed on the GPU."""
     if tensor.device.type == "cpu":
         return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     stream = _stream(tensor.device)
-    with torch.cuda.stream(stream):
+    # This thread's current device would be GPU 0 for every rank of the node.
+    with torch.cuda.device(tensor.device), torch.cuda.stream(stream):
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
-    yield _Event(stream)
+        event = _Event(stream)
+    yield event
     return host
 
 
@@ -50,6 +59,7 @@ def from_host(host: Tensor, tensor: Tensor) -> Generator[Work, None, None]:
     if tensor.device.type == "cpu":
         return
     stream = _stream(tensor.device)
-    with torch.cuda.stream(stream):
+    with torch.cuda.device(tensor.device), torch.cuda.stream(stream):
         tensor.copy_(host, non_blocking=True)
-    yield _Event(stream)
+        event = _Event(stream)
+    yield event

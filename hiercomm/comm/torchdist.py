@@ -1,12 +1,13 @@
 """The local level over torch.distributed: NCCL on GPUs, Gloo on CPUs where memory cannot be shared.
 
-Process groups of its own, beside any that the user has made. The only module that imports
-torch.distributed.
+Process groups of its own, beside any that the user has made. Adds as they do: halves in half precision. A
+reduce-scatter is an all-reduce here, since shards need not be equal. The only module that imports torch.distributed.
 """
 
 from __future__ import annotations
 
 import datetime
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -18,6 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from hiercomm import reduction
 from hiercomm.comm.base import LocalBuffer, ReducingCommunicator, Work, pieces
 from hiercomm.errors import CommError
+
+_RENDEZVOUS = datetime.timedelta(seconds=30)
 
 _OPS: dict[str, Any] = {
     reduction.SUM: dist.ReduceOp.SUM,
@@ -43,11 +46,11 @@ class TorchDistributed(ReducingCommunicator):
         self.rank = rank
         self.size = size
         timeout = datetime.timedelta(seconds=timeout_s)
-        # All ranks are on one machine: local rank 0 takes any free port and says which.
-        store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
+        # All ranks are on one machine: local rank 0 takes any free port of the loopback interface and says which.
+        store = _master(size) if rank == 0 else None
         port = exchange(store.port if store is not None else 0)[0]
         if store is None:
-            store = TCPStore("127.0.0.1", port, size, is_master=False, timeout=timeout)
+            store = TCPStore("127.0.0.1", port, size, is_master=False, timeout=_RENDEZVOUS)
         self._store: TCPStore | None = store
         self._group: Any = _gloo(store, rank, size, timeout) if backend == "gloo" else _nccl(store, rank, size, timeout)
         self._uses_gloo = backend == "gloo"
@@ -92,6 +95,17 @@ class TorchDistributed(ReducingCommunicator):
         self._store = None
 
 
+def _master(size: int) -> TCPStore:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        # The store takes over the socket: one that it opens itself listens on every interface.
+        return TCPStore(
+            "127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+
 def _movable(flat: Tensor) -> Tensor:
     """Bytes, which every backend can move, whatever the dtype."""
     return flat.view(torch.uint8)
@@ -122,12 +136,8 @@ class _TorchWork(Work):
     def is_completed(self) -> bool:
         if not all(work.is_completed() for work in self._works):
             return False
-        self._end()
+        self._end()  # raises what failed; for NCCL it orders the current stream behind the operation
         return True
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        # For NCCL this orders the current stream behind the operation and returns at once.
-        self._end()
 
     def _end(self) -> None:
         try:

@@ -5,6 +5,7 @@ Parameters that were planned together are a part: all at wrap, and any that are 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from hiercomm import runtime
 from hiercomm.allreduce import Exchange, HierarchicalAllReduce
 from hiercomm.bucket import Bucket, Spec, layout, plan
-from hiercomm.errors import ConfigError
+from hiercomm.errors import ConfigError, UsageError
 from hiercomm.modes import Mode
 from hiercomm.modes.base import Context
 from hiercomm.reducer import PRESENCE_OP, Reducer, presence_spec
@@ -67,19 +68,13 @@ class _Part:
         self.parameters = list(reversed(parameters))
         names = list(reversed(names))
         specs = [options.spec(p) for p in self.parameters]
-        facts = {
-            f"parameter {n!r}": (str(s.dtype), s.shape, s.stride)
-            for n, s in reversed([*zip(names, specs, strict=True)])
-        }
-        context.agree({**options.facts(mode), "number of parameters": len(specs), **facts}, name, "the optimizer")
+        context.agree(options.facts(mode) | self._facts(names, specs), name, "the optimizer")
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self._require_one_device(names, device)
         groups = plan(specs, context.config.bucket_bytes)
         presence = presence_spec(len(specs))
         sizes = [(layout([specs[i] for i in g])[1], specs[g[0]].dtype) for g in groups]
-        level = context.local_level(device, name)
-        assert level is not None
-        level, buffers = context.allocate(level, [*sizes, (presence.numel, presence.dtype)], device, name)
+        level, buffers = context.allocate([*sizes, (presence.numel, presence.dtype)], device, name)
         divisor = context.topology.size if options.op == ops.Average else 1
         op = ops.reduction_name(options.op)
         buckets = [
@@ -95,6 +90,14 @@ class _Part:
             options.sparse_as_dense,
         )  # fmt: skip
 
+    def _facts(self, names: Sequence[str], specs: Sequence[Spec]) -> dict[str, Any]:
+        """What must be the same on all ranks about the parameters."""
+        each = {
+            f"parameter {n!r}": (p.device.type, str(s.dtype), s.shape, s.stride)
+            for n, p, s in zip(reversed(names), reversed(self.parameters), reversed(specs), strict=True)
+        }
+        return {"number of parameters": len(specs), **each, "order of parameters": tuple(reversed(names))}
+
     def _require_one_device(self, names: Sequence[str], device: torch.device) -> None:
         for name, parameter in zip(names, self.parameters, strict=True):
             if parameter.device != device:
@@ -102,10 +105,10 @@ class _Part:
                     f"parameter {name!r} is on {parameter.device}, others are on {device}: use one device"
                 )
 
-    def synchronize(self, *, discard: bool = False) -> None:
+    def exchange(self, *, discard: bool) -> None:
+        """See the exchange of this part's gradients through."""
         self.reducer.finish(discard=discard)
         self.mode.synchronize()
-        self.reducer.publish(discard=discard)
 
 
 class Options:
@@ -148,9 +151,12 @@ class Distribution:
     ) -> None:  # fmt: skip
         self.options = options
         self.mode = mode
-        self.plain_step = plain_step
+        self._plain_step = plain_step
         self.alone = runtime.current().topology.size == 1
-        self._optimizer = optimizer
+        # Weakly, so that an optimizer that is wrapped and dropped goes at once, and its hooks with it.
+        self._optimizer = weakref.ref(optimizer)
+        self._runtime = runtime.current()
+        self._failure: BaseException | None = None
         self._names = names
         self._known: set[Tensor] = set()
         self._parts: list[_Part] = []
@@ -160,8 +166,10 @@ class Distribution:
 
     def _new_parameters(self) -> list[Tensor]:
         """Parameters that need gradients and are not in any part: added or unfrozen since the last look."""
-        groups = self._optimizer.param_groups
-        return [p for g in groups for p in g["params"] if p.requires_grad and p not in self._known]
+        groups = self.optimizer.param_groups
+        new = {p: None for g in groups for p in g["params"] if p.requires_grad and p not in self._known}
+        # In the order of their names: the optimizer's own may differ between ranks (a set of parameters).
+        return [p for p in self._names if p in new] + [p for p in new if p not in self._names]
 
     def _take_in(self, parameters: list[Tensor], mode: Mode) -> None:
         self._known.update(parameters)
@@ -177,14 +185,33 @@ class Distribution:
         """Exchange the gradients, once for a step."""
         if self.alone or (self.synchronized and not self.has_fired):
             return
-        runtime.current()
-        new = self._new_parameters()
-        if new:
-            # One mode object for each part: it holds what is under way of that part.
-            self._take_in(new, type(self.mode)(**_options_of(self.mode)))
+        if runtime.current() is not self._runtime:
+            raise UsageError("the optimizer was wrapped before shutdown(): make and wrap it again after init()")
+        if self._failure is not None:
+            raise UsageError(
+                f"an earlier exchange of this optimizer failed ({self._failure}): make and wrap it again"
+            ) from self._failure
+        try:
+            new = self._new_parameters()
+            if new:
+                # One mode object for each part: it holds what is under way of that part.
+                self._take_in(new, type(self.mode)(**_options_of(self.mode)))
+            for part in self._parts:
+                part.exchange(discard=discard)
+        except BaseException as error:
+            # Some ranks may have begun exchanges that others have not: the next ones would not match.
+            self._failure = error
+            raise
         for part in self._parts:
-            part.synchronize(discard=discard)
+            part.reducer.publish(discard=discard)
         self.synchronized = True
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer whose distribution this is."""
+        optimizer = self._optimizer()
+        assert optimizer is not None  # it owns this object
+        return optimizer
 
     def set_passes(self, passes: int) -> None:
         """Backward passes per step from now on."""
@@ -193,13 +220,14 @@ class Distribution:
         for part in self._parts:
             part.reducer.set_passes(passes)
 
-    def step(self, closure: Callable[[], Any] | None) -> Any:
+    def step(self, closure: Callable[[], Any] | None, **arguments: Any) -> Any:
         """Exchange what has not been, then step as the mode says. Returns what the plain step returns."""
         if closure is None:
             self.synchronize()
-            result = self.mode.step(self.plain_step)
+            result = self.mode.step(lambda: self._plain_step(self.optimizer, **arguments))
         else:
-            result = self.mode.step(lambda: self.plain_step(self._joint(closure)))
+            joint = self._joint(closure)
+            result = self.mode.step(lambda: self._plain_step(self.optimizer, joint, **arguments))
         self.synchronized = False
         return result
 

@@ -6,7 +6,7 @@ The object given is the object returned: its state, options, hooks, schedulers a
 from __future__ import annotations
 
 import contextlib
-import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,13 +23,20 @@ from hiercomm.torch.process_sets import ProcessSet, global_process_set, require_
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What DistributedOptimizer mixes into the user's optimizer class."""
+    """What DistributedOptimizer mixes into the user's optimizer class.
+
+    `step`, `synchronize`, `zero_grad` and (for GradScaler) reading `_step_supports_amp_scaling` exchange gradients
+    that have not been: all ranks make these calls alike.
+    """
 
     _hiercomm: Distribution
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Use all ranks' gradients, then the optimizer's own step. Returns what that returns."""
-        return self._hiercomm.step(closure)
+        return self._hiercomm.step(closure, **arguments)
+
+    # The plain step, which this one calls, runs the user's hooks; without the mark torch would add another round.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
         """Wait until `p.grad` holds all ranks' gradients. A later `step()` does not exchange them again."""
@@ -40,10 +47,10 @@ class _Distributed(torch.optim.Optimizer):
         """Horovod's way to step after `synchronize()`; not needed here, where nothing is exchanged twice."""
         yield
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that were not used are seen through first."""
+    def zero_grad(self, *arguments: Any, **options: Any) -> None:
+        """As the optimizer's own; gradients that were not used are seen through first."""
         self._hiercomm.before_zero_grad()
-        super().zero_grad(set_to_none)
+        super().zero_grad(*arguments, **options)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are accumulated; not between backward and step."""
@@ -53,16 +60,6 @@ class _Distributed(torch.optim.Optimizer):
     def backward_passes_per_step(self) -> int:
         """Backward passes that are accumulated before gradients are exchanged."""
         return self._hiercomm.options.passes
-
-    @property
-    def op(self) -> int:
-        """How gradients are reduced."""
-        return self._hiercomm.options.op
-
-    @property
-    def mode(self) -> Mode:
-        """The training mode."""
-        return self._hiercomm.mode
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -136,22 +133,31 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     kind = type(optimizer)
     options = Options(kind.__name__, compression, backward_passes_per_step, op, sparse_as_dense)
     inner = optimizer.__dict__.get("step")  # an LR scheduler made earlier has put its own step there
-    plain_step = inner if inner is not None else functools.partial(kind.step, optimizer)
-    distribution = Distribution(optimizer, options, names, mode, plain_step)
+    distribution = Distribution(optimizer, options, names, mode, kind.step if inner is None else _unbound(inner))
     supports_amp = optimizer.__dict__.get("_step_supports_amp_scaling", False)
     optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": _Distributed.__module__})
     optimizer.__dict__["_step_supports_amp_scaling"] = supports_amp
-    optimizer._hiercomm = distribution  # type: ignore[attr-defined]
+    optimizer.__dict__.update(
+        _hiercomm=distribution, op=op, gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense, process_set=process_set,
+    )  # fmt: skip
     if inner is not None:
         _keep_tracked(optimizer)  # replaces it
     return optimizer
 
 
+def _unbound(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that is bound already, called as if it were not."""
+    return lambda _, *arguments, **options: step(*arguments, **options)
+
+
 def _keep_tracked(optimizer: Any) -> None:
     """What an LR scheduler made before the wrap expects: a step on the instance, marked as its own."""
+    weak = weakref.ref(optimizer)
 
-    def step(closure: Callable[[], Any] | None = None) -> Any:
-        return type(optimizer).step(optimizer, closure)
+    def step(closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
+        alive = weak()
+        return type(alive).step(alive, closure, **arguments)  # type: ignore[union-attr]
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = step

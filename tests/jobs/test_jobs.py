@@ -223,7 +223,7 @@ def test_an_exchange_needs_no_more_than_one_bucket_of_scratch(start: Start) -> N
             return int(next(line for line in lines if line.startswith(field)).split()[1])
 
         bucket = 64 * 2**20
-        hiercomm.init(config=hiercomm.Config.from_environment(bucket_bytes=bucket))
+        hvd.init(bucket_bytes=bucket)
         parameter = torch.nn.Parameter(torch.zeros(bucket // 4))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
         parameter.sum().backward()

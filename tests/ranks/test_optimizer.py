@@ -25,7 +25,6 @@ from training import (
     wrap,
 )
 
-import hiercomm
 import hiercomm.torch as hvd
 from hiercomm.errors import ConfigMismatch
 from hiercomm.modes import BSP
@@ -60,7 +59,7 @@ def test_small_buckets_change_nothing() -> None:
     model, optimizer, *_ = pair()
     train(model, optimizer, range(10), part)
     hvd.shutdown()
-    hiercomm.init(config=hiercomm.Config.from_environment(bucket_bytes=100))
+    hvd.init(bucket_bytes=100)
     small, other, *_ = pair()
     train(small, other, range(10), part)
     hvd.shutdown()

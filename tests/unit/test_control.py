@@ -54,7 +54,7 @@ class Rank:
 
     def __init__(self, mailbox: Mailbox, rank: int, size: int) -> None:
         self.rank = rank
-        self.control = Control(mailbox, rank, size, lambda: self.progress.wake())
+        self.control = Control(mailbox, rank, size, lambda: self.progress.wake(), bystanders=set)
         self.progress = Progress(self.control.poll)
         self.log: list[Response] = []
 
