@@ -224,7 +224,7 @@ class Control:
         with self._lock:
             alive: set[int | None] = set()
             if self._waiting:
-                alive = {t.ident for t in threading.enumerate() if t.ident in self._threads} | self._bystanders()
+                alive = self._bystanders() | {t.ident for t in threading.enumerate() if t.ident in self._threads}
             waits = [item for thread, item in self._waiting.items() if thread in alive]
             old = all(time.monotonic() - since > _BLOCKED_AFTER_S for since, _ in waits)
             waiting = tuple(what for _, what in waits) if waits and len(waits) == len(alive) and old else ()

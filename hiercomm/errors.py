@@ -6,11 +6,10 @@
     |-- UsageError (RuntimeError)           a call at the wrong time or in the wrong order
     |   |-- NotInitialized (ValueError)     before `init()` or after `shutdown()`
     |   `-- GradientOrderError (AssertionError)   backward, synchronize and step do not fit together
-    |-- CommError (RuntimeError)            an operation between ranks failed
-    |   |-- RankMismatch                    the ranks asked for different things
-    |   |-- CommTimeout                     nothing arrived in time
-    |   `-- PeerLost                        a rank has ended
-    `-- KernelError                         a compiled kernel could not be built or run
+    `-- CommError (RuntimeError)            an operation between ranks failed
+        |-- RankMismatch                    the ranks asked for different things
+        |-- CommTimeout                     nothing arrived in time
+        `-- PeerLost                        a rank has ended
 
 The built-in types in brackets are there because Horovod raises those, and scripts catch them.
 `horovod.torch.HorovodInternalError` is `CommError` here.
@@ -60,7 +59,3 @@ class CommTimeout(CommError):
 
 class PeerLost(CommError):
     """A rank that takes part in the operation has ended or shut down."""
-
-
-class KernelError(HierCommError):
-    """A compiled kernel could not be built, loaded or run."""

@@ -32,7 +32,7 @@ from hiercomm.comm import mpi
 from hiercomm.comm.base import Communicator, LocalBuffer, ReducingCommunicator, Work
 from hiercomm.comm.loopback import Loopback
 from hiercomm.comm.shm import SharedMemory
-from hiercomm.comm.throttle import Throttled
+from hiercomm.comm.throttle import Link, Throttled
 from hiercomm.comm.torchdist import TorchDistributed
 from hiercomm.config import Config
 from hiercomm.control import Control
@@ -87,17 +87,23 @@ class Runtime:
         if world is None or world.size == 1:
             alone = Loopback(1)
             return Communicators(t, alone.communicator(0), alone.communicator(0), None)
-        every = world.communicator(range(t.size))
-        local = world.communicator(t.local_ranks)
         # Of unequal nodes the first ranks alone cross; the group of the others has no use.
         crosses = len(t.nodes) > 1 and (t.is_homogeneous or t.local_rank == 0)
-        cross = self._throttled(world.communicator(t.cross_ranks)) if crosses else None
-        self._bucket_cross = self._throttled(world.communicator(t.cross_ranks)) if crosses else None
+        throttled = self._throttle(t.local_size if t.is_homogeneous else 1)
+        far = [r for r in range(t.size) if r not in t.local_ranks]
+        every = throttled(world.communicator(range(t.size)), far)
+        local = world.communicator(t.local_ranks)
+        cross = throttled(world.communicator(t.cross_ranks), None) if crosses else None
+        self._bucket_cross = throttled(world.communicator(t.cross_ranks), None) if crosses else None
         return Communicators(t, every, local, cross)
 
-    def _throttled(self, comm: Communicator) -> Communicator:
+    def _throttle(self, sharers: int) -> Callable[[Communicator, Sequence[int] | None], Communicator]:
+        """How communicators are wrapped: `sharers` ranks of this node share one link to the other nodes."""
         rate, delay = self.config.cross_rate, self.config.cross_delay
-        return Throttled(comm, rate, delay or 0.0) if rate is not None or delay is not None else comm
+        if rate is None and delay is None:
+            return lambda comm, far: comm
+        link = Link(None if rate is None else rate / sharers, delay or 0.0)
+        return lambda comm, far: Throttled(comm, link=link, far=far)
 
     def _require_same_process(self) -> None:
         if os.getpid() != self._pid:

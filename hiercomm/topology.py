@@ -61,6 +61,7 @@ class Topology:
         else:
             rows.append(f"  local: groups of {', '.join(str(len(node)) for node in self.nodes)}; "
                         f"cross: the first rank of each of {len(self.nodes)} nodes")  # fmt: skip
+        rows.append(f"  effective batch: {self.size} x the batch of one rank")
         return "\n".join(rows)
 
 

@@ -160,9 +160,9 @@ def _open_mpi(options: Options, kind: Kind, place: _Place, env: Mapping[str, str
     if options.output_filename:
         name = options.output_filename
         yield from ("--output-filename", name) if kind is Kind.OPEN_MPI_4 else ("--output", f"dir={name}")
-    # Ranks on this machine inherit everything; those on others get what is named here.
-    for name in sorted(env):
-        if name in _EXPORTED or name.startswith(_EXPORTED_PREFIXES):
+    # Ranks on this machine inherit everything; those on others get what is named here, as under horovodrun.
+    for name in sorted(env) if place.nodes != 1 else ():
+        if re.fullmatch(r"[A-Za-z_]\w*", name) and name not in _KEPT and not name.startswith(_KEPT_PREFIXES):
             yield from ("-x", name)
 
 
@@ -189,9 +189,12 @@ def _hydra(options: Options, place: _Place) -> Iterator[str]:
 
 _HOST_FLAGS = {"host", "H", "hosts", "hostfile", "machinefile", "f"}
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE")
-_EXPORTED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-_EXPORTED_LIBRARIES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "CUPY_", "MPI4PY_", "PYTHON")
-_EXPORTED_PREFIXES = ("HIERCOMM_", "HOROVOD_", *_EXPORTED_LIBRARIES)
+# What belongs to one machine, one shell or one launcher.
+_KEPT = (
+    "_", "DISPLAY", "HOME", "HOSTNAME", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM",
+    "TMPDIR", "USER",
+)  # fmt: skip
+_KEPT_PREFIXES = ("BASH", "DBUS_", "HYDRA_", "OMPI_", "PMI", "PRTE_", "SLURM_", "SSH_", "XDG_")
 
 
 def _given(mpi_args: Sequence[str]) -> set[str]:

@@ -93,10 +93,6 @@ class Communicator(ABC):
     def recv(self, buf: Tensor, source: int, *, tag: int) -> Work:
         """Receive into a contiguous tensor of the sender's number of bytes."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release what the communicator holds; no call may follow."""
-
     def all_to_all(self, out: Sequence[Tensor], buf: Sequence[Tensor], *, tag: int) -> Work:
         """`buf[q]` goes to rank q, `out[q]` comes from rank q. The own piece is left alone."""
         peers = [q for q in range(self.size) if q != self.rank]
@@ -150,10 +146,6 @@ class ReducingCommunicator(ABC):
     @abstractmethod
     def broadcast(self, buffer: LocalBuffer, root: int) -> Work:
         """Afterwards the buffer holds the root's values."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what the communicator holds; no call may follow."""
 
 
 class Mailbox(ABC):

@@ -116,9 +116,6 @@ class _LoopbackCommunicator(Communicator):
     def recv(self, buf: Tensor, source: int, *, tag: int) -> Work:
         return _Receive(self._world, (self._ranks, source, self.rank, tag), buf, self._ranks[source])
 
-    def close(self) -> None:
-        pass
-
 
 @final
 class _Receive(Work):

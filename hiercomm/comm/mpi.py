@@ -182,9 +182,6 @@ class _MpiCommunicator(Communicator):
         what = f"receive of {data.nbytes} bytes from rank {source} of the group, tag {tag}"
         return _Requests([self._comm.Irecv(part, source, tag) for part in _segments(data)], data, what)
 
-    def close(self) -> None:
-        pass  # freeing is collective and the ranks end at different times; the communicator goes with MPI
-
 
 def _segments(data: np.ndarray[Any, np.dtype[np.uint8]]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
     return [data[i : i + _SEGMENT_BYTES] for i in range(0, data.nbytes, _SEGMENT_BYTES)]

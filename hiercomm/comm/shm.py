@@ -200,9 +200,6 @@ class SharedMemory(ReducingCommunicator):
             return self._run(window, push, self._all, ())
         return self._run(window, lambda: None, (), (root,))
 
-    def close(self) -> None:
-        pass  # memory goes with the buffers
-
     def _own(self, buffer: LocalBuffer) -> _Window:
         if not isinstance(buffer, _Window):
             raise CommError("the buffer was not allocated by the shared-memory level")

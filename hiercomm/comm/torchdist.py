@@ -90,10 +90,6 @@ class TorchDistributed(ReducingCommunicator):
         options.rootRank = root
         return _TorchWork([self._group.broadcast([_movable(buffer.data)], options)], "local broadcast")
 
-    def close(self) -> None:
-        self._group = None
-        self._store = None
-
 
 def _master(size: int) -> TCPStore:
     with socket.socket() as listener:

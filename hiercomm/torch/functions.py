@@ -107,8 +107,9 @@ def broadcast_optimizer_state(
     structure = broadcast_object(structure, root_rank, f"{name}.structure")
     places = _places(structure)
     data = tensors if is_root else [torch.empty(p.shape, dtype=p.dtype) for p in places]
-    for place, tensor in zip(places, data, strict=True):
-        ops.broadcast_(tensor, root_rank, f"{name}.{place.index}")
+    handles = [ops.broadcast_async_(t, root_rank, f"{name}.{p.index}") for p, t in zip(places, data, strict=True)]
+    for handle in handles:
+        ops.synchronize(handle)
     if not is_root:
         _restore(optimizer, parameters, structure, {p.index: t for p, t in zip(places, data, strict=True)})
 

@@ -88,6 +88,20 @@ def _data(tensor: Tensor, *, in_place: bool) -> Tensor:
     return detached.to("cpu", copy=True, memory_format=torch.contiguous_format).contiguous()
 
 
+def _delivery(tensor: Tensor, *, in_place: bool) -> Callable[[Tensor], Tensor]:
+    """How the result gets to the user: in `tensor` itself, or as a new tensor on its device."""
+
+    def deliver(result: Tensor) -> Tensor:
+        if not in_place:
+            return result.to(tensor.device)
+        if result.data_ptr() != tensor.data_ptr() or tensor.device.type != "cpu":
+            with torch.no_grad():
+                tensor.copy_(result)
+        return tensor
+
+    return deliver
+
+
 def _request(kind: str, name: str | None, tensor: Tensor, **options: Any) -> Request:
     context = runtime.current()
     return Request(
@@ -141,15 +155,7 @@ def _start_allreduce(
     request = _request("allreduce", name, tensor, op=how, prescale=float(prescale), postscale=float(postscale))
     data = _data(tensor, in_place=in_place)
 
-    def deliver(result: Tensor) -> Tensor:
-        if not in_place:
-            return result.to(tensor.device)
-        if result.data_ptr() != tensor.data_ptr() or tensor.device.type != "cpu":
-            with torch.no_grad():
-                tensor.copy_(result)
-        return tensor
-
-    return _start(request, data, deliver, size if how == reduction.AVERAGE else 1)
+    return _start(request, data, _delivery(tensor, in_place=in_place), size if how == reduction.AVERAGE else 1)
 
 
 def allreduce_async(
@@ -272,15 +278,8 @@ def _start_broadcast(
         )
     data = _data(tensor, in_place=in_place)
 
-    def deliver(result: Tensor) -> Tensor:
-        if not in_place:
-            return result.to(tensor.device)
-        if result.data_ptr() != tensor.data_ptr() or tensor.device.type != "cpu":
-            with torch.no_grad():
-                tensor.copy_(result)
-        return tensor
-
-    return _start(_request("broadcast", name, tensor, root=root_rank), data, deliver)
+    request = _request("broadcast", name, tensor, root=root_rank)
+    return _start(request, data, _delivery(tensor, in_place=in_place))
 
 
 def broadcast_async(

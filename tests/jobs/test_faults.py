@@ -248,3 +248,36 @@ def test_nothing_stays_in_shared_memory(start: Start) -> None:
     pids = [line.split()[1] for line in ended.output.splitlines() if line.startswith("pid ")]
     assert pids
     assert not [path for pid in pids for path in Path("/dev/shm").glob(f"hiercomm-{pid}-*")]
+
+
+def test_an_error_in_init_on_one_rank_ends_the_job(start: Start) -> None:
+    """Also where the script has started MPI itself, whose end would wait for all ranks."""
+    ended = start(
+        2,
+        """
+        from mpi4py import MPI
+        if MPI.COMM_WORLD.rank == 1:
+            os.environ["HIERCOMM_BUCKET_BYTES"] = "many"
+        hvd.init()
+        """,
+    ).end()
+    fails(ended, "uncaught exception on rank 1", "HIERCOMM_BUCKET_BYTES=many")
+
+
+def test_a_forked_child_cannot_communicate(start: Start) -> None:
+    ended = start(
+        2,
+        """
+        hvd.init()
+        child = os.fork()
+        if child == 0:
+            try:
+                hvd.allreduce(torch.ones(1))
+            except RuntimeError as error:
+                os._exit(7 if "was forked from a rank" in str(error) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert hvd.allreduce(torch.ones(1)).item() == 1.0
+        """,
+    ).end()
+    assert ended.status == 0, ended.output

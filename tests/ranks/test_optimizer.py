@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import warnings
 from pathlib import Path
@@ -107,6 +106,24 @@ def test_clipping_without_synchronize_is_an_error_and_not_a_wrong_step() -> None
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     with pytest.raises(AssertionError, match=r"optimizer\.synchronize\(\) before gradient clipping"):
         optimizer.step()
+
+
+@several
+@pytest.mark.parametrize("how", ["in place, compressed", "replaced", "replaced, compressed"])
+def test_every_change_of_a_gradient_under_way_is_noticed(how: str) -> None:
+    compression = hvd.Compression.fp16 if "compressed" in how else hvd.Compression.none
+    model, optimizer, *_ = pair(compression=compression)
+    before = weights(model).clone()
+    loss_of(model, part(0)).backward()
+    for p in model.parameters():
+        assert p.grad is not None
+        if "replaced" in how:
+            p.grad = p.grad * 0.5
+        else:
+            p.grad.mul_(0.5)
+    with pytest.raises(AssertionError, match="were changed between backward"):
+        optimizer.step()
+    assert torch.equal(weights(model), before)
 
 
 @pytest.mark.parametrize("passes", [2, 3])
@@ -267,6 +284,38 @@ def test_tied_weights_groups_and_names() -> None:
         assert_same(model, reference)
 
 
+def test_order_of_parameters_may_differ_between_ranks() -> None:
+    """As where an optimizer is given a set; names tell which is which."""
+    model, reference = make_model(), make_model()
+    parameters = list(model.parameters())
+    order = parameters if hvd.rank() % 2 == 0 else parameters[::-1]
+    train(model, optimizer := wrap(model, torch.optim.SGD(order, lr=0.1, momentum=0.9)), range(3), part)
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9), range(3), batch)
+    assert_same(model, reference)
+    del optimizer
+
+
+def test_a_recorded_backward() -> None:
+    model, optimizer, reference, plain = pair("sgd")
+    for m, o, data in ((model, optimizer, part), (reference, plain, batch)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of a reference cycle
+            loss_of(m, data(0)).backward(create_graph=True)
+        o.step()
+        o.zero_grad()
+    assert_same(model, reference)
+
+
+@several
+def test_a_model_converted_after_the_wrap_is_an_error_that_names_it() -> None:
+    model, optimizer, *_ = pair()
+    model.double()
+    images, labels = part(0)
+    with pytest.raises(RuntimeError, match=r"gradient of '6\.bias' is torch\.float64.*convert and"):
+        loss_of(model, (images.double(), labels)).backward()
+    del optimizer
+
+
 def test_frozen_unfrozen_and_added_parameters_are_reduced() -> None:
     model, reference = make_model(), make_model()
     extra, reference_extra = (nn.Parameter(torch.ones(5)) for _ in range(2))
@@ -393,8 +442,11 @@ def test_state_hooks_options_and_class_stay() -> None:
     assert optimizer.state is state
     assert len(state) == 6
     assert optimizer.defaults["lr"] == 0.123
-    train(model, optimizer, range(1), part)
-    assert calls == ["pre", "post"]
+    for _ in range(2):
+        calls.clear()
+        train(model, optimizer, range(1), part)
+        assert calls == ["pre", "post"]
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     copied = pickle.loads(pickle.dumps(optimizer))
     assert type(copied) is torch.optim.Adam
     assert copied.param_groups[0]["lr"] == 0.123
@@ -410,19 +462,27 @@ class Custom(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None, scale: float = 1.0) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(p.grad.sign(), alpha=group["lr"])
+                    p.sub_(p.grad.sign(), alpha=group["lr"] * scale)
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
 
 
 def test_custom_optimizer() -> None:
     model, reference = make_model(), make_model()
     optimizer = wrap(model, Custom(model.parameters(), "needed", lr=0.01))
     assert optimizer.required == "needed"
+    plain = Custom(reference.parameters(), "needed", lr=0.01)
     train(model, optimizer, range(3), part)
-    train(reference, Custom(reference.parameters(), "needed", lr=0.01), range(3), batch)
+    train(reference, plain, range(3), batch)
+    for m, o, data in ((model, optimizer, part), (reference, plain, batch)):
+        o.zero_grad()
+        loss_of(m, data(3)).backward()
+        o.step(scale=0.5)
     assert_same(model, reference)
 
 
@@ -525,8 +585,7 @@ def test_wrapped_optimizers_free_their_memory() -> None:
     for _ in range(3):
         model, optimizer, *_ = pair()
         train(model, optimizer, range(2), part)
-        del model, optimizer
-        gc.collect()
+        del model, optimizer  # without help of the garbage collector
     hvd.barrier()
     assert mapped() <= before
 
@@ -592,6 +651,9 @@ def test_a_step_on_some_ranks_only_is_an_error_instead_of_a_hang() -> None:
             hvd.barrier()
     else:
         with pytest.raises(hvd.HorovodInternalError, match="no rank can go on: rank 0 waits in barrier"):
+            optimizer.step()
+        # Its exchanges are out of step with those of rank 0 from here on.
+        with pytest.raises(RuntimeError, match=r"an earlier exchange of this optimizer failed.*wrap it again"):
             optimizer.step()
 
 

@@ -224,10 +224,10 @@ def test_names_of_hiercomm_are_frozen():
 def test_names_of_hiercomm_torch_are_frozen():
     assert hiercomm.torch.__all__ == [
         "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min",
-        "ProcessSet", "Product", "Sum", "allgather", "allgather_async", "allgather_object", "allreduce",
-        "allreduce_", "allreduce_async", "allreduce_async_", "barrier", "broadcast", "broadcast_",
+        "ProcessSet", "Product", "Sum", "SyncBatchNorm", "allgather", "allgather_async", "allgather_object",
+        "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "barrier", "broadcast", "broadcast_",
         "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
-        "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
+        "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "elastic",
         "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
         "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
         "rocm_built", "shutdown", "size", "synchronize", "topology",

@@ -293,3 +293,15 @@ def test_numbers_never_repeat():
             assert response is not None
             seen.append(response.sequence)
     assert seen == sorted(set(seen))
+
+
+def test_what_a_leaver_has_submitted_is_still_carried_out():
+    negotiator = Negotiator(2, GRACE_S)
+    negotiator.submit(1, request("x"))
+    assert negotiator.leave(1, {}) == []
+    answer = negotiator.submit(0, request("x"))
+    assert answer is not None
+    assert not answer.error
+    lost = negotiator.submit(0, request("y"))
+    assert lost is not None
+    assert lost.peer_lost

@@ -85,7 +85,6 @@ def check_all(rank: int, size: int, exchange: Callable[[Any], Sequence[Any]]) ->
         ops += [] if dtype.is_complex else [reduction.MIN, reduction.MAX]
         for op in [*ops, reduction.PRODUCT]:
             check_one(level, buffer, case, op, jitter)
-    level.close()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -131,7 +130,6 @@ def test_memory_is_unlinked_while_it_is_in_use_and_outlives_the_level():
         assert not left_behind([os.getpid()])
         buffer.data.fill_(rank + 1)
         level.all_reduce(buffer, reduction.SUM).wait(WAIT_S)
-        level.close()
         return buffer
 
     for buffer in Loopback(2).run(body):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiercomm.errors import ConfigMismatch
+from hiercomm.errors import ConfigError, ConfigMismatch
 from hiercomm.topology import discover, name_nodes
 
 PLACEMENTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
@@ -71,7 +71,8 @@ def test_describe_two_by_two():
         "  node   ranks\n"
         "  node0  0-1 (2)\n"
         "  node1  2-3 (2)\n"
-        "  local: groups of 2; cross: 2 groups of 2 nodes"
+        "  local: groups of 2; cross: 2 groups of 2 nodes\n"
+        "  effective batch: 4 x the batch of one rank"
     )
 
 
@@ -81,17 +82,28 @@ def test_describe_three_plus_two():
         "  node     ranks\n"
         "  a        0-1, 3 (3)\n"
         "  gpu-box  2, 4 (2)\n"
-        "  local: groups of 3, 2; cross: the first rank of each of 2 nodes"
+        "  local: groups of 3, 2; cross: the first rank of each of 2 nodes\n"
+        "  effective batch: 5 x the batch of one rank"
     )
 
 
 def test_describe_one_node():
     assert discover(["a", "a"], 0).describe() == (
-        "2 ranks on 1 node\n  node  ranks\n  a     0-1 (2)\n  local: one node; nothing crosses the network"
+        "2 ranks on 1 node\n  node  ranks\n  a     0-1 (2)\n  local: one node; nothing crosses the network\n"
+        "  effective batch: 2 x the batch of one rank"
     )
 
 
 # ---- names --------------------------------------------------------------------------------------------
+
+
+def test_a_node_cannot_join_hosts():
+    found = ["h", "h", "g", "g"]
+    assert name_nodes(found, ["x", "y", "z", "z"], None) == ("x", "y", "z", "z")
+    with pytest.raises(ConfigError, match=r"node 'x' .*ranks 1-2.* on h, g"):
+        name_nodes(found, ["w", "x", "x", "z"], None)
+    with pytest.raises(ConfigError, match=r"node 'node0' .*ranks 0-2"):
+        name_nodes(found, [None] * 4, 3)
 
 
 def test_users_names_beat_ranks_per_node_beats_what_mpi_found():
