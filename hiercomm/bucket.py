@@ -11,8 +11,10 @@ from torch import Tensor
 
 from hiercomm.comm.base import LocalBuffer
 
-# The first bucket is small, so that communication starts soon after backward does.
+# The first bucket is small, so that communication starts soon after backward does, and a small model is cut
+# into several all the same, so that it goes on during backward.
 _FIRST_BYTES = 1 << 20
+_BUCKETS = 8
 _ALIGN = 16  # elements
 
 
@@ -45,17 +47,18 @@ class Spec:
 def plan(specs: Sequence[Spec], bucket_bytes: int) -> list[list[int]]:
     """Which gradients share a bucket: indices of `specs`, each exactly once.
 
-    Filled in the order given, one dtype to a bucket, up to `bucket_bytes` (a larger gradient has a bucket
-    of its own); buckets are in the order in which they are full.
+    Filled in the order given, one dtype to a bucket, up to `bucket_bytes` or an eighth of all, but at least 1 MB
+    (a larger gradient has a bucket of its own); buckets are in the order in which they are full.
     """
     done: list[list[int]] = []
     open_: dict[torch.dtype, tuple[list[int], int]] = {}
     limit = min(bucket_bytes, _FIRST_BYTES)
+    later = min(bucket_bytes, max(_FIRST_BYTES, sum(spec.nbytes for spec in specs) // _BUCKETS))
     for index, spec in enumerate(specs):
         members, nbytes = open_.pop(spec.dtype, ([], 0))
         if members and nbytes + spec.nbytes > limit:
             done.append(members)
-            members, nbytes, limit = [], 0, bucket_bytes
+            members, nbytes, limit = [], 0, later
         open_[spec.dtype] = ([*members, index], nbytes + spec.nbytes)
     done += [members for members, _ in open_.values()]
     return sorted(done, key=lambda members: members[-1])

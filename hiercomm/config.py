@@ -84,7 +84,7 @@ class Config:
         "auto", str, "Transport inside a node: `auto`, `shm` (shared memory), `gloo` or `nccl`. `auto` picks."
     )
     bucket_bytes: int = _option(
-        25 * 2**20, parse_bytes, "Gradients are exchanged in flat buckets of about this size, like `25MB`."
+        25 * 2**20, parse_bytes, "Gradients are exchanged in flat buckets of at most about this size, like `25MB`."
     )
     timeout_s: float = _option(
         1800.0, parse_seconds, "A rank that waits longer than this for the others raises CommTimeout."

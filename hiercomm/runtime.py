@@ -76,7 +76,7 @@ class Runtime:
         if world is None:
             return topology.discover([self.config.node or socket.gethostname()], 0)
         facts = world.all_gather((self.config.shared(), self.config.node))
-        _compare([shared for shared, _ in facts], "the configuration (HIERCOMM_* variables or init(config=...))")
+        _compare([shared for shared, _ in facts], "the configuration (HIERCOMM_* variables or arguments of init)")
         names = topology.name_nodes(
             world.all_gather(world.host()), [node for _, node in facts], self.config.ranks_per_node
         )

@@ -47,9 +47,11 @@ def test_plan(specs, bucket_bytes):
             assert nbytes(specs, [*group, following[0]]) > min(bucket_bytes, FIRST_BYTES)
 
 
-def test_plan_makes_one_large_bucket_behind_a_small_first_one():
-    specs = [Spec(torch.float32, (2**16,), (1,))] * 40  # 256 KB each
-    assert [len(group) for group in plan(specs, 6 * 2**20)] == [4, 24, 12]
+def test_plan_begins_small_and_cuts_small_models_into_several():
+    spec = Spec(torch.float32, (2**16,), (1,))  # 256 KB
+    assert [len(group) for group in plan([spec] * 8, 6 * 2**20)] == [4, 4]
+    assert [len(group) for group in plan([spec] * 64, 6 * 2**20)] == [4, *[8] * 7, 4]
+    assert [len(group) for group in plan([spec] * 400, 6 * 2**20)] == [4, *[24] * 16, 12]
 
 
 @given(SPECS)
