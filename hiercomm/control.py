@@ -7,7 +7,10 @@ Knows nothing of tensors; `run` and `fail` of an operation are its owner's.
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import pickle
+import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -37,6 +40,14 @@ class Operation(Protocol):
 def _non_daemons() -> set[int | None]:
     # Threads that libraries start are daemons.
     return {t.ident for t in threading.enumerate() if not t.daemon}
+
+
+_IDLE_IN = (threading.__file__, queue.__file__, concurrent.futures.thread.__file__)
+
+
+def _idle_threads() -> set[int]:
+    """Threads that wait for another thread of this process (a lock, a queue, an end): they cannot go on alone."""
+    return {ident for ident, frame in sys._current_frames().items() if frame.f_code.co_filename in _IDLE_IN}
 
 
 @final
@@ -111,13 +122,18 @@ class Control:
         with self._registered(waiting):
             while True:
                 try:
-                    return work.wait(_SLICE_S)
+                    work.wait(_SLICE_S)
                 except CommTimeout:
                     error = self._reason(waiting, epoch)
                     if error is not None:
                         raise error from None
                     if time.monotonic() > deadline:
                         raise CommTimeout(f"{waiting.what} did not complete within {timeout_s:g} s: {work}") from None
+                else:
+                    break
+        if waiting.key is None and self.epoch != epoch:
+            # It completed with what another rank has begun since: all ranks raise, or their steps come apart.
+            raise RankMismatch(self._stuck)
 
     def leave(self) -> None:
         """Shut down: tell the others, then wait until all ranks have (the progress thread goes on)."""
@@ -225,6 +241,7 @@ class Control:
             alive: set[int | None] = set()
             if self._waiting:
                 alive = self._bystanders() | {t.ident for t in threading.enumerate() if t.ident in self._threads}
+                alive -= _idle_threads() - self._waiting.keys()
             waits = [item for thread, item in self._waiting.items() if thread in alive]
             old = all(time.monotonic() - since > _BLOCKED_AFTER_S for since, _ in waits)
             waiting = tuple(what for _, what in waits) if waits and len(waits) == len(alive) and old else ()

@@ -69,7 +69,7 @@ class Reducer:
         # Through a weak reference: a parameter holds its hooks where the garbage collector does not look.
         this = weakref.ref(self)
         hooks = [p.register_post_accumulate_grad_hook(_hook(this, i)) for i, p in enumerate(self._parameters)]
-        weakref.finalize(self, _remove, hooks)
+        self.close = weakref.finalize(self, _remove, hooks)
 
     def _reset(self) -> None:
         self.has_fired = False

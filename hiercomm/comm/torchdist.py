@@ -45,6 +45,8 @@ class TorchDistributed(ReducingCommunicator):
     ) -> None:
         self.rank = rank
         self.size = size
+        if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+            raise CommError("local=nccl needs a GPU and a torch that was built with NCCL")
         timeout = datetime.timedelta(seconds=timeout_s)
         # All ranks are on one machine: local rank 0 takes any free port of the loopback interface and says which.
         store = _master(size) if rank == 0 else None
@@ -116,8 +118,6 @@ def _gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-    if not dist.is_nccl_available():
-        raise CommError("local=nccl needs a torch that was built with NCCL")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -6,11 +6,12 @@ Parameters that were planned together are a part: all at wrap, and any that are 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hiercomm import runtime
 from hiercomm.allreduce import Exchange, HierarchicalAllReduce
@@ -41,7 +42,7 @@ class _Exchanges:
 
     def start(self, bucket: Bucket) -> Exchange:
         self._numbers[id(bucket.buffer)] = self._runtime.count(self._starts)
-        what = f"the exchange of bucket {bucket.index} of {self._owner}"
+        what = f"the exchange of bucket {bucket.index} of {self._owner} (optimizer {self._starts // 2 + 1})"
         return self._engine.start(bucket.buffer, bucket.op, bucket.divisor, self._tags[bucket.index], what)
 
     def finish(self, exchange: Exchange) -> None:
@@ -136,7 +137,7 @@ class Options:
         """What must be the same on all ranks."""
         compression = getattr(self.compression, "__name__", repr(self.compression))
         return {
-            "mode": repr(mode), "op": int(self.op), "compression": compression,
+            "class": self.label, "mode": repr(mode), "op": int(self.op), "compression": compression,
             "backward_passes_per_step": self.passes, "sparse_as_dense": self.sparse_as_dense,
         }  # fmt: skip
 
@@ -173,8 +174,20 @@ class Distribution:
 
     def _take_in(self, parameters: list[Tensor], mode: Mode) -> None:
         self._known.update(parameters)
+        for parameter in parameters:
+            before = _owners.get(parameter)
+            owner = before() if before is not None else None
+            if owner is not None and owner is not self:
+                owner.retire()
+            _owners[parameter] = weakref.ref(self)
         names = [self._names.get(p) or f"parameter.{len(self._known)}.{i}" for i, p in enumerate(parameters)]
         self._parts.append(_Part(self.options, parameters, names, mode))
+
+    def retire(self) -> None:
+        """Another optimizer has been wrapped over parameters of this one: two cannot exchange one gradient."""
+        for part in self._parts:
+            part.reducer.close()
+        self._failure = UsageError("its parameters were wrapped in another DistributedOptimizer later")
 
     @property
     def has_fired(self) -> bool:
@@ -189,7 +202,7 @@ class Distribution:
             raise UsageError("the optimizer was wrapped before shutdown(): make and wrap it again after init()")
         if self._failure is not None:
             raise UsageError(
-                f"an earlier exchange of this optimizer failed ({self._failure}): make and wrap it again"
+                f"this optimizer cannot exchange gradients any more ({self._failure}): make and wrap it again"
             ) from self._failure
         try:
             new = self._new_parameters()
@@ -238,9 +251,10 @@ class Distribution:
             with torch.enable_grad():
                 loss = closure()
             self.synchronize()
-            if not self.alone and isinstance(loss, Tensor) and loss.dtype.is_floating_point:
-                return ops.allreduce(loss.detach(), op=ops.Average)
-            return loss
+            if self.alone or loss is None:
+                return loss
+            mean = ops.allreduce(torch.as_tensor(loss).detach().double(), op=ops.Average)
+            return mean.to(loss.dtype) if isinstance(loss, Tensor) else mean.item()
 
         return joint
 
@@ -249,6 +263,10 @@ class Distribution:
         if self.has_fired:
             self.synchronize(discard=True)
         self.synchronized = False
+
+
+# Who exchanges the gradient of a parameter.
+_owners: MutableMapping[Tensor, weakref.ref[Distribution]] = WeakTensorKeyDictionary()
 
 
 def _options_of(mode: Mode) -> dict[str, Any]:

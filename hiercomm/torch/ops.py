@@ -82,10 +82,11 @@ def _require_dense(tensor: object, kind: str) -> Tensor:
 
 def _data(tensor: Tensor, *, in_place: bool) -> Tensor:
     """A contiguous CPU tensor to work on: `tensor` itself where that can be, else a copy."""
-    detached = tensor.detach()
-    if in_place and detached.device.type == "cpu" and detached.is_contiguous():
-        return detached
-    return detached.to("cpu", copy=True, memory_format=torch.contiguous_format).contiguous()
+    # Not an inference tensor, whatever the caller's mode is: the progress thread writes to it.
+    with torch.inference_mode(False):
+        if in_place and tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_inference():
+            return tensor.detach()
+        return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format).contiguous()
 
 
 def _delivery(tensor: Tensor, *, in_place: bool) -> Callable[[Tensor], Tensor]:

@@ -281,3 +281,35 @@ def test_a_forked_child_cannot_communicate(start: Start) -> None:
         """,
     ).end()
     assert ended.status == 0, ended.output
+
+
+@pytest.mark.parametrize("idle", ["main thread joins", "pool thread idles"])
+def test_threads_that_idle_hide_no_hang(start: Start, idle: str) -> None:
+    ended = start(
+        2,
+        f"""
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+        hvd.init()
+        model, optimizer = model_and_optimizer()
+
+        def body():
+            if hvd.rank() == 0:
+                train(model, optimizer, 1)
+            else:
+                hvd.allreduce(torch.ones(3), name="loss")
+
+        hvd.barrier()
+        if {idle!r} == "main thread joins":
+            failed = []
+            threading.excepthook = lambda args: failed.append(args.exc_value)
+            thread = threading.Thread(target=body)
+            thread.start()
+            thread.join()
+            raise failed[0]
+        pool = ThreadPoolExecutor(1)
+        pool.submit(hvd.allreduce, torch.ones(1), name="once").result()
+        body()
+        """,
+    ).end()
+    fails(ended, "no rank can go on", "rank 1 waits in allreduce 'loss'")

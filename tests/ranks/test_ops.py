@@ -100,6 +100,22 @@ def test_ranks_of_different_layout_agree() -> None:
     assert torch.equal(hvd.allreduce(mine), base)
 
 
+def test_in_inference_mode() -> None:
+    """As in an evaluation loop."""
+    mean = (hvd.size() - 1) / 2
+    with torch.inference_mode():
+        mine = torch.full((3,), float(hvd.rank()))
+        assert hvd.allreduce(mine).tolist() == [mean] * 3
+        assert hvd.allreduce(mine, prescale_factor=2.0, op=hvd.Max).tolist() == [2.0 * (hvd.size() - 1)] * 3
+        assert hvd.allgather(mine[:1]).tolist() == [float(r) for r in range(hvd.size())]
+        assert hvd.broadcast(mine, 0).tolist() == [0.0] * 3
+        assert hvd.broadcast_object("x", 0) == "x"
+        assert hvd.allgather_object(1) == [1] * hvd.size()
+        assert hvd.allreduce_(mine).tolist() == [mean] * 3
+        assert hvd.broadcast_(mine, 0).tolist() == [mean] * 3
+        hvd.barrier()
+
+
 def test_scale_factors() -> None:
     assert (
         hvd.allreduce(torch.ones(3), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0).tolist()

@@ -505,8 +505,9 @@ def test_schedulers_made_before_or_after_the_wrap(when: str) -> None:
     assert_same(model, reference)
 
 
+@pytest.mark.parametrize("kind", ["tensor", "number"])
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
-def test_closures_and_lbfgs(search: str | None) -> None:
+def test_closures_and_lbfgs(search: str | None, kind: str) -> None:
     # In double precision: a line search turns a difference in rounding into another path.
     model, reference = make_model().double(), make_model().double()
     for m, data, distributed in ((model, part, True), (reference, batch, False)):
@@ -515,15 +516,32 @@ def test_closures_and_lbfgs(search: str | None) -> None:
             optimizer = wrap(m, optimizer)
         for step in range(2):
 
-            def closure(m: Any = m, o: Any = optimizer, data: Any = data, step: int = step) -> torch.Tensor:
+            def closure(m: Any = m, o: Any = optimizer, data: Any = data, step: int = step) -> Any:
                 o.zero_grad()
                 images, labels = data(step)
                 loss = loss_of(m, (images.double(), labels))
                 loss.backward()
-                return loss
+                return loss if kind == "tensor" else loss.item()
 
             optimizer.step(closure)
     assert_same(model, reference)
+
+
+def test_wrapping_the_same_parameters_again_retires_the_first() -> None:
+    """As in training by stages, where the old optimizer may still be held by its scheduler."""
+    model, reference = make_model(), make_model()
+    first = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    scheduler = torch.optim.lr_scheduler.StepLR(first, 1)
+    train(model, first, range(2), part)
+    second = wrap(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    train(model, second, range(2, 5), part)
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), range(2), batch)
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9), range(2, 5), batch)
+    assert_same(model, reference)
+    if hvd.size() > 1:
+        with pytest.raises(RuntimeError, match="were wrapped in another DistributedOptimizer later"):
+            first.step()
+    del scheduler
 
 
 def test_two_optimizers_one_backward() -> None:
@@ -653,7 +671,7 @@ def test_a_step_on_some_ranks_only_is_an_error_instead_of_a_hang() -> None:
         with pytest.raises(hvd.HorovodInternalError, match="no rank can go on: rank 0 waits in barrier"):
             optimizer.step()
         # Its exchanges are out of step with those of rank 0 from here on.
-        with pytest.raises(RuntimeError, match=r"an earlier exchange of this optimizer failed.*wrap it again"):
+        with pytest.raises(RuntimeError, match=r"cannot exchange gradients any more.*wrap it again"):
             optimizer.step()
 
 
