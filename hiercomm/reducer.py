@@ -188,6 +188,7 @@ class Reducer:
         """
         flags = self._presence.flat
         touched = [self._names[i] for i in self._sent if self._was_touched(i)]
+        dropped = {i for i in self._sent if self._parameters[i].grad is None}  # by the user, since
         self._reset()
         if flags[_USE] and flags[_DISCARD]:
             raise RankMismatch(
@@ -202,7 +203,7 @@ class Reducer:
             )
         everywhere = bool(flags[:_USE].all())
         for index, parameter in enumerate(self._parameters):
-            if everywhere or flags[index]:
+            if (everywhere or flags[index]) and index not in dropped:
                 parameter.grad = self._result(index, parameter)
             else:
                 parameter.grad = None

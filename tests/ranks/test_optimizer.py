@@ -126,6 +126,16 @@ def test_every_change_of_a_gradient_under_way_is_noticed(how: str) -> None:
     assert torch.equal(weights(model), before)
 
 
+def test_a_gradient_that_is_thrown_away_stays_away() -> None:
+    model, optimizer, reference, plain = pair()
+    for m, o, data in ((model, optimizer, part), (reference, plain, batch)):
+        loss_of(m, data(0)).backward()
+        m[4].weight.grad = None
+        o.step()
+        assert m[4].weight.grad is None
+    assert_same(model, reference)
+
+
 @pytest.mark.parametrize("passes", [2, 3])
 def test_accumulation(passes: int) -> None:
     model, optimizer, reference, plain = pair("nesterov", backward_passes_per_step=passes)
