@@ -46,8 +46,15 @@ _IDLE_IN = (threading.__file__, queue.__file__, concurrent.futures.thread.__file
 
 
 def _idle_threads() -> set[int]:
-    """Threads that wait for another thread of this process (a lock, a queue, an end): they cannot go on alone."""
-    return {ident for ident, frame in sys._current_frames().items() if frame.f_code.co_filename in _IDLE_IN}
+    """Threads that wait for another thread of this process (an event, a queue, an end): they cannot go on alone.
+
+    One that waits with a time limit can.
+    """
+    return {
+        ident
+        for ident, frame in sys._current_frames().items()
+        if frame.f_code.co_filename in _IDLE_IN and frame.f_locals.get("timeout") in (None, -1)
+    }
 
 
 @final
