@@ -159,6 +159,10 @@ class Control:
             self.close(CommError(f"the control plane has failed: {error}"))
             raise
 
+    def is_busy(self) -> bool:
+        """Whether this rank waits for the coordinator's answer."""
+        return bool(self._operations)
+
     def close(self, error: CommError) -> None:
         """Fail everything that was submitted and not run, and wait for nobody any more."""
         with self._lock:

@@ -20,7 +20,7 @@ from hiercomm.errors import CommError, CommTimeout
 Task = Generator[Work, None, Any]
 
 _BUSY_SLEEP_S = (50e-6, 500e-6)  # nothing moved although work is under way
-_IDLE_SLEEP_S = 5e-3  # no work at all: only messages from other ranks can come
+_IDLE_SLEEP_S = 10e-3  # no work at all: only messages from other ranks can come
 
 
 @final
@@ -96,13 +96,14 @@ class _Queue:
 
 @final
 class Progress:
-    """Runs tasks, and `poll` between them; `poll` returns whether anything happened.
+    """Runs tasks, and `poll` between them; `poll` returns whether anything happened, `is_busy` whether it soon may.
 
     An error that `poll` raises ends all tasks, present and future, with that error.
     """
 
-    def __init__(self, poll: Callable[[], bool]) -> None:
+    def __init__(self, poll: Callable[[], bool], is_busy: Callable[[], bool] = lambda: False) -> None:
         self._poll = poll
+        self._is_busy = is_busy
         self._inbox: deque[tuple[Hashable, Task, Pending]] = deque()
         self._queues: dict[Hashable, _Queue] = {}
         self._lock = threading.Lock()
@@ -153,7 +154,7 @@ class Progress:
             if moved:
                 sleep_s = _BUSY_SLEEP_S[0]
                 os.sched_yield()
-            elif self._queues:
+            elif self._queues or self._is_busy():
                 self._wake.wait(sleep_s)
                 sleep_s = min(sleep_s * 1.1, _BUSY_SLEEP_S[1])
             else:

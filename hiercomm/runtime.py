@@ -67,7 +67,7 @@ class Runtime:
             mailbox = world.mailbox()
             self._mailbox = mailbox
             self._control = Control(mailbox, world.rank, world.size, self._wake)
-            self._progress = Progress(self._poll)
+            self._progress = Progress(self._poll, self._control.is_busy)
 
     # ---- set-up -----------------------------------------------------------------------------------
 
