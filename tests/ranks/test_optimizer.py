@@ -70,7 +70,7 @@ def test_clipping_with_synchronize_reduces_once() -> None:
     for skip in (True, False):
         model, optimizer, reference, plain = pair()
         exchanges = count_exchanges(optimizer)
-        for step in range(10):
+        for step in range(20):
             optimizer.zero_grad()
             loss_of(model, part(step)).backward()
             optimizer.synchronize()
@@ -84,9 +84,9 @@ def test_clipping_with_synchronize_reduces_once() -> None:
             loss_of(reference, batch(step)).backward()
             nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
             plain.step()
-        assert_same(model, reference, 3e-6)
+        assert_same(model, reference)
         # One bucket of gradients and one of presence bytes a step.
-        assert len(exchanges) == (20 if hvd.size() > 1 else 0)
+        assert len(exchanges) == (40 if hvd.size() > 1 else 0)
 
 
 def count_exchanges(optimizer: Any) -> list[int]:
@@ -146,14 +146,14 @@ def test_accumulation(passes: int) -> None:
             for i in range(passes):
                 (loss_of(m, data(step * passes + i)) / passes).backward()
             o.step()
-    assert_same(model, reference, 3e-6)
+    assert_same(model, reference)
     assert len(exchanges) == (16 if hvd.size() > 1 else 0)
     optimizer.zero_grad()
     optimizer.set_backward_passes_per_step(1)
     assert optimizer.backward_passes_per_step == 1
     train(model, optimizer, range(3), part)
     train(reference, plain, range(3), batch)
-    assert_same(model, reference, 3e-6)
+    assert_same(model, reference)
 
 
 def test_step_before_the_last_pass_uses_what_is_there() -> None:
@@ -180,10 +180,10 @@ def test_one_backward_too_many_is_an_error() -> None:
 
 @pytest.mark.parametrize("idiom", ["plain", "unscale"])
 def test_grad_scaler_equals_one_process(idiom: str) -> None:
-    model, optimizer, reference, plain = pair("adam")
+    model, optimizer, reference, plain = pair("nesterov")
     for m, o, data in ((model, optimizer, part), (reference, plain, batch)):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for step in range(10):
+        for step in range(20):
             o.zero_grad()
             scaler.scale(loss_of(m, data(step))).backward()
             if idiom == "unscale":
@@ -193,7 +193,7 @@ def test_grad_scaler_equals_one_process(idiom: str) -> None:
                 nn.utils.clip_grad_norm_(m.parameters(), 0.5)
             scaler.step(o)
             scaler.update()
-    assert_same(model, reference, 1e-5)
+    assert_same(model, reference)
 
 
 @pytest.mark.parametrize("idiom", ["plain", "unscale"])
@@ -254,7 +254,7 @@ def test_branches_that_differ_between_ranks(passes: int) -> None:
             total.backward()  # type: ignore[union-attr]
         optimizer.step()
         plain.step()
-    assert_same(model, reference, 3e-6)
+    assert_same(model, reference)
     assert model.never.weight.grad is None
     assert torch.equal(model.never.weight, reference.never.weight)
 
@@ -350,7 +350,7 @@ def test_frozen_unfrozen_and_added_parameters_are_reduced() -> None:
     optimizer.add_param_group({"params": [extra], "lr": 0.05})
     plain.add_param_group({"params": [reference_extra], "lr": 0.05})
     steps(range(6, 9))
-    assert_same(model, reference, 3e-6)
+    assert_same(model, reference)
     assert torch.allclose(extra, reference_extra, atol=1e-6)
 
 
