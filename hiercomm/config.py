@@ -73,7 +73,7 @@ class Config:
     Raises ConfigError where a value is out of range.
     """
 
-    mode: str = _option("bsp", str, "Training mode of optimizers wrapped without `mode=`, for example `bsp`.")
+    mode: str = _option("bsp", str, "Training mode of optimizers wrapped without `mode=`; only `bsp` so far.")
     node: str | None = _option(
         None, str, "Name of this process's node, in place of what MPI finds: splits one host into nodes.", per_rank=True
     )
@@ -87,13 +87,13 @@ class Config:
         25 * 2**20, parse_bytes, "Gradients are exchanged in flat buckets of at most about this size, like `25MB`."
     )
     timeout_s: float = _option(
-        1800.0, parse_seconds, "A rank that waits longer than this for the others raises CommTimeout."
+        1800.0, parse_seconds, "A rank that waits longer than this for the others, in seconds, raises CommTimeout."
     )
     cross_rate: float | None = _option(
-        None, parse_rate, "Slow the links between nodes down to this rate, like `200mbit`: shows what such a link does."
+        None, parse_rate, "Slow the links between nodes down to this rate, like `200mbit` (a bare number: bit/s)."
     )
     cross_delay: float | None = _option(
-        None, parse_seconds, "Add this delay to every message between nodes, like `5ms`."
+        None, parse_seconds, "Add this delay to every message between nodes, like `5ms` (a bare number: seconds)."
     )
     placement: bool = _option(False, _flag, "Rank 0 prints the table of nodes and ranks at `init()`.")
     report: bool = _option(

@@ -261,7 +261,7 @@ class Runtime:
         self._mailbox.close()
 
     def _print_report(self, shares: list[dict[str, float]]) -> None:
-        if not self.config.report or self.topology.rank != 0 or not any(s["wait"] for s in shares):
+        if not self.config.report or self.topology.rank != 0:
             return
         parts = ("compute", "local", "cross", "wait")
         print("share of time    " + "".join(f"{part:>9}" for part in parts))

@@ -79,7 +79,7 @@ def _wrap(options: argparse.Namespace) -> tuple[int, list[Record]]:
         raise SystemExit(f"hiercomm bench wrap is for one rank, not {hvd.size()}")
     plain, wrapped = _trainer(False), _trainer(True)
     times: dict[str, list[float]] = {"plain": [], "wrapped": []}
-    for repetition in range(4 * options.repeat + 2):
+    for repetition in range(2 * options.repeat + 2):
         for name, steps in (("plain", plain), ("wrapped", wrapped)):
             begin = time.perf_counter()
             steps()

@@ -93,6 +93,8 @@ def broadcast_optimizer_state(
     Raises ConfigMismatch on all ranks where their parameter groups differ.
     """
     context = runtime.current()
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"broadcast_optimizer_state takes an optimizer, not {type(optimizer).__name__}")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     name = context.unnamed("optimizer_state")
     shapes = [[list(p.shape) for p in group["params"]] for group in optimizer.param_groups]

@@ -15,7 +15,7 @@ from job import BIN, ROOT
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line]
 # What these do is tested otherwise: test is what runs this, and pip install is packaging's test.
-ELSEWHERE = {"./scripts/test", "pip install '.[mpi]'"}
+ELSEWHERE = {"./scripts/test", "pip install '.[mpi]' scikit-learn tqdm"}
 
 
 def test_every_kind_of_command_is_there() -> None:

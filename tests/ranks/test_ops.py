@@ -289,6 +289,7 @@ def test_bad_arguments() -> None:
         (lambda: hvd.allreduce(x.to_sparse()), "to_dense"),
         (lambda: hvd.broadcast_parameters(3, 0), "invalid params of type"),
         (lambda: hvd.broadcast_parameters({"a": 3}, 0), "'a' is a int"),
+        (lambda: hvd.broadcast_optimizer_state(torch.nn.Linear(1, 1), 0), "takes an optimizer, not Linear"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
