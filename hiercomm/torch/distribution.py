@@ -101,6 +101,8 @@ class _Part:
 
     def _require_one_device(self, names: Sequence[str], device: torch.device) -> None:
         for name, parameter in zip(names, self.parameters, strict=True):
+            if device.type not in ("cpu", "cuda"):
+                raise ConfigError(f"parameter {name!r} is on {device}: move the model to the CPU or a GPU first")
             if parameter.device != device:
                 raise ConfigError(
                     f"parameter {name!r} is on {parameter.device}, others are on {device}: use one device"

@@ -77,6 +77,8 @@ def _require_dense(tensor: object, kind: str) -> Tensor:
         raise TypeError(f"{kind} needs a torch.Tensor, not {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise ConfigError(f"{kind} of a {tensor.layout} tensor is not possible: use to_dense()")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"{kind} of a tensor on {tensor.device} is not possible: move it to the CPU or a GPU")
     return tensor
 
 

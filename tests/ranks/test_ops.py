@@ -287,6 +287,7 @@ def test_bad_arguments() -> None:
         (lambda: hvd.allreduce(x, op=17), "op=17"),
         (lambda: hvd.allreduce(x, average=True, op=hvd.Sum), "supersedes"),
         (lambda: hvd.allreduce(x.to_sparse()), "to_dense"),
+        (lambda: hvd.broadcast_(x.to("meta"), 0), "tensor on meta is not possible: move it"),
         (lambda: hvd.broadcast_parameters(3, 0), "invalid params of type"),
         (lambda: hvd.broadcast_parameters({"a": 3}, 0), "'a' is a int"),
         (lambda: hvd.broadcast_optimizer_state(torch.nn.Linear(1, 1), 0), "takes an optimizer, not Linear"),

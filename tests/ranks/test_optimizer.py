@@ -650,6 +650,16 @@ def test_harmless_arguments() -> None:
 
 
 @several
+def test_parameters_on_other_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"parameter 'bias' is on meta: move the model to the CPU or a GPU first"):
+        wrap(model := nn.Linear(2, 2, device="meta"), torch.optim.SGD(model.parameters(), lr=0.1))
+    model = nn.Linear(2, 2)
+    model.bias = nn.Parameter(torch.empty(2, device="meta"))
+    with pytest.raises(ValueError, match=r"is on (meta|cpu)"):
+        wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@several
 @pytest.mark.parametrize(
     ("make", "message"),
     [
