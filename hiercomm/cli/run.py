@@ -148,7 +148,6 @@ def _open_mpi(options: Options, kind: Kind, place: _Place, env: Mapping[str, str
     if options.hosts:
         yield from ("--host", _host_list(options))
     elif place.nodes == 1 and not _in_allocation(env):
-        # Without it this machine has as many slots as physical cores, and a job that wants more is refused.
         yield from ("--host", f"localhost:{options.num_proc}")
     if "map-by" not in given:
         yield from _map_by(options, kind, place, _in_allocation(env))
@@ -168,9 +167,10 @@ def _open_mpi(options: Options, kind: Kind, place: _Place, env: Mapping[str, str
 
 def _map_by(options: Options, kind: Kind, place: _Place, in_allocation: bool) -> Iterator[str]:
     policy = "slot" if options.ranks_per_node is None or place.nodes == 1 else f"ppr:{options.ranks_per_node}:node"
-    crowded = in_allocation and place.slots is not None and options.num_proc > place.slots
-    yield from ("--map-by", f"{policy}:oversubscribe" if crowded and kind is Kind.OPEN_MPI_5 else policy)
-    if crowded and kind is Kind.OPEN_MPI_4:
+    # Where the slots were counted above. Open MPI 5 can take fewer cores for the limit than the slots it was given.
+    counted = place.nodes is not None and (place.slots is not None or not in_allocation)
+    yield from ("--map-by", f"{policy}:oversubscribe" if counted and kind is Kind.OPEN_MPI_5 else policy)
+    if counted and kind is Kind.OPEN_MPI_4:
         yield "--oversubscribe"
 
 

@@ -29,6 +29,7 @@ from hiercomm.errors import ConfigError
 SLURM = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"}
 TWO_HOSTS = (Host("n1", 2), Host("n2", 2))
 OPEN_MPI = [Kind.OPEN_MPI_4, Kind.OPEN_MPI_5]
+SHARED = {Kind.OPEN_MPI_5: ":oversubscribe"}
 COMMAND = ("python", "train.py", "--lr", "0.1")
 
 
@@ -68,11 +69,11 @@ def test_one_host_with_open_mpi(kind):
     assert after(argv, "-np") == "4"
     assert after(argv, "--host") == "localhost:4"
     assert after(argv, "--bind-to") == "none"
-    assert after(argv, "--map-by") == "slot"
+    assert after(argv, "--map-by") == "slot" + SHARED.get(kind, "")
     assert tuple(argv[-4:]) == COMMAND
     assert "--allow-run-as-root" not in argv
     assert build(kind, is_root=True)[0].count("--allow-run-as-root") == 1
-    assert "--oversubscribe" not in argv
+    assert argv.count("--oversubscribe") == (kind is Kind.OPEN_MPI_4)
     assert env["OMPI_MCA_mpi_yield_when_idle"] == "1"
     for name in ("btl_tcp_eager_limit", "btl_tcp_rndv_eager_limit", "btl_tcp_max_send_size"):
         assert env[f"OMPI_MCA_{name}"] == "1100000"
@@ -145,13 +146,17 @@ def test_ranks_per_node_splits_a_single_host(kind, hosts):
 def test_ranks_per_node_maps_several_hosts(kind, environ, hosts):
     argv, env = build(kind, environ, hosts=hosts, ranks_per_node=2)
     assert "HIERCOMM_RANKS_PER_NODE" not in env
-    assert after(argv, "-ppn" if kind is Kind.HYDRA else "--map-by") == ("2" if kind is Kind.HYDRA else "ppr:2:node")
+    if kind is Kind.HYDRA:
+        assert after(argv, "-ppn") == "2"
+    else:
+        shared = "" if "PBS_NODEFILE" in environ else SHARED.get(kind, "")
+        assert after(argv, "--map-by") == f"ppr:2:node{shared}"
 
 
 def test_ranks_per_node_splits_an_allocation_of_one_node():
     argv, env = build(environ={**SLURM, "SLURM_JOB_NUM_NODES": "1"}, ranks_per_node=2)
     assert env["HIERCOMM_RANKS_PER_NODE"] == "2"
-    assert after(argv, "--map-by") == "slot"
+    assert after(argv, "--map-by") == "slot:oversubscribe"
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -166,15 +171,27 @@ def test_in_an_allocation_slurm_names_the_hosts(kind):
     assert env["PMIX_MCA_psec"] == "native"
 
 
-def test_oversubscription_is_allowed_only_where_needed():
-    def crowded(kind, num_proc, **options):
-        argv, _ = build(kind, SLURM, num_proc=num_proc, **options)
-        return after(argv, "--map-by"), "--oversubscribe" in argv
-
-    assert crowded(Kind.OPEN_MPI_4, 4) == crowded(Kind.OPEN_MPI_5, 4) == ("slot", False)
-    assert crowded(Kind.OPEN_MPI_4, 5) == ("slot", True)
-    assert crowded(Kind.OPEN_MPI_5, 5) == ("slot:oversubscribe", False)
-    assert crowded(Kind.OPEN_MPI_5, 6, ranks_per_node=3) == ("ppr:3:node:oversubscribe", False)
+@pytest.mark.parametrize(
+    ("environ", "options", "allowed"),
+    [
+        ({}, {}, True),
+        ({}, {"hosts": TWO_HOSTS}, True),
+        ({}, {"mpi_args": ("-H", "a:4")}, False),
+        (SLURM, {}, True),
+        (SLURM, {"num_proc": 5}, True),
+        (SLURM, {"num_proc": 6, "ranks_per_node": 3}, True),
+        ({"PBS_NODEFILE": "f"}, {}, False),
+    ],
+)
+def test_mpirun_counts_slots_itself_only_where_nothing_else_did(environ, options, allowed):
+    """Open MPI 5 has refused 4 ranks on localhost:4 on a machine of two cores ("Out of resource")."""
+    policy = "ppr:3:node" if "ranks_per_node" in options else "slot"
+    argv = build(Kind.OPEN_MPI_5, environ, **options)[0]
+    assert after(argv, "--map-by") == policy + (":oversubscribe" if allowed else "")
+    assert "--oversubscribe" not in argv
+    argv = build(Kind.OPEN_MPI_4, environ, **options)[0]
+    assert after(argv, "--map-by") == policy
+    assert ("--oversubscribe" in argv) == allowed
 
 
 def test_oversubscription_is_said_in_one_line():
