@@ -26,22 +26,19 @@ import torch
 from torch import Tensor
 
 from hiercomm import config as configuration
-from hiercomm import launcher, topology
+from hiercomm import connect
 from hiercomm.allreduce import HierarchicalAllReduce
 from hiercomm.comm import mpi
-from hiercomm.comm.base import Communicator, LocalBuffer, ReducingCommunicator, Work
-from hiercomm.comm.loopback import Loopback
+from hiercomm.comm.base import LocalBuffer, ReducingCommunicator, Work
 from hiercomm.comm.shm import SharedMemory
-from hiercomm.comm.throttle import Link, Throttled
 from hiercomm.comm.torchdist import TorchDistributed
 from hiercomm.config import Config
 from hiercomm.control import Control
-from hiercomm.eager import Communicators, EagerOperation
-from hiercomm.errors import CommError, ConfigError, ConfigMismatch, NotInitialized, UsageError
+from hiercomm.eager import EagerOperation
+from hiercomm.errors import CommError, NotInitialized, UsageError
 from hiercomm.negotiate import Request, Waiting
 from hiercomm.progress import Pending, Progress, Task, drive
 from hiercomm.timing import Timing
-from hiercomm.topology import Topology
 
 _ABORT_GRACE_S = 0.5  # other ranks may be about to say the same: let them
 
@@ -61,49 +58,13 @@ class Runtime:
         self._pid = os.getpid()
         self._control: Control | None = None
         self._progress: Progress | None = None
-        self.topology = self._discover()
-        self._comms = self._connect()
+        self.topology, self.hosts = connect.discover(config, world)
+        self._groups = connect.connect(config, world, self.topology)
         if world is not None and world.size > 1:
             mailbox = world.mailbox()
             self._mailbox = mailbox
             self._control = Control(mailbox, world.rank, world.size, self._wake)
             self._progress = Progress(self._poll, self._control.is_busy)
-
-    # ---- set-up -----------------------------------------------------------------------------------
-
-    def _discover(self) -> Topology:
-        world = self._world
-        if world is None:
-            return topology.discover([self.config.node or socket.gethostname()], 0)
-        facts = world.all_gather((self.config.shared(), self.config.node))
-        _compare([shared for shared, _ in facts], "the configuration (HIERCOMM_* variables or arguments of init)")
-        names = topology.name_nodes(
-            world.all_gather(world.host()), [node for _, node in facts], self.config.ranks_per_node
-        )
-        return topology.discover(names, world.rank)
-
-    def _connect(self) -> Communicators:
-        t, world = self.topology, self._world
-        if world is None or world.size == 1:
-            alone = Loopback(1)
-            return Communicators(t, alone.communicator(0), alone.communicator(0), None)
-        # Of unequal nodes the first ranks alone cross; the group of the others has no use.
-        crosses = len(t.nodes) > 1 and (t.is_homogeneous or t.local_rank == 0)
-        throttled = self._throttle(t.local_size if t.is_homogeneous else 1)
-        far = [r for r in range(t.size) if r not in t.local_ranks]
-        every = throttled(world.communicator(range(t.size)), far)
-        local = world.communicator(t.local_ranks)
-        cross = throttled(world.communicator(t.cross_ranks), None) if crosses else None
-        self._bucket_cross = throttled(world.communicator(t.cross_ranks), None) if crosses else None
-        return Communicators(t, every, local, cross)
-
-    def _throttle(self, sharers: int) -> Callable[[Communicator, Sequence[int] | None], Communicator]:
-        """How communicators are wrapped: `sharers` ranks of this node share one link to the other nodes."""
-        rate, delay = self.config.cross_rate, self.config.cross_delay
-        if rate is None and delay is None:
-            return lambda comm, far: comm
-        link = Link(None if rate is None else rate / sharers, delay or 0.0)
-        return lambda comm, far: Throttled(comm, link=link, far=far)
 
     def _require_same_process(self) -> None:
         if os.getpid() != self._pid:
@@ -126,7 +87,7 @@ class Runtime:
     def submit(self, request: Request, data: Tensor, divisor: int = 1) -> Pending:
         """Begin an operation on a contiguous CPU tensor; its `result` is there when it completes."""
         self._require_same_process()
-        operation = EagerOperation(request, data, divisor, self._comms, self._spawn)
+        operation = EagerOperation(request, data, divisor, self._groups.eager, self._spawn)
         if self._control is None:
             rows = (data.shape[0] if data.dim() else 1,)
             operation.pending.finish(drive(operation.task(0, rows)))
@@ -168,7 +129,7 @@ class Runtime:
     def agree(self, facts: dict[str, Any], name: str, what: str) -> None:
         """Raise ConfigMismatch on every rank, naming the first differing field, unless all have the same facts."""
         if len(set(self.all_gather_object(hashlib.sha256(repr(facts).encode()).digest(), f"{name}.digest"))) > 1:
-            _compare(self.all_gather_object(facts, f"{name}.facts"), what)
+            connect.compare(self.all_gather_object(facts, f"{name}.facts"), what)
 
     # ---- optimizers -------------------------------------------------------------------------------
 
@@ -225,7 +186,7 @@ class Runtime:
         """The hierarchical all-reduce over `level` and the nodes."""
         assert self._progress is not None
         local = level if self.topology.local_size > 1 else None
-        return HierarchicalAllReduce(self.topology, local, self._bucket_cross, self._progress, self.timing)
+        return HierarchicalAllReduce(self.topology, local, self._groups.buckets, self._progress, self.timing)
 
     def count(self, channel: int) -> int:
         """This rank begins the next event of `channel`. Returns its number."""
@@ -279,17 +240,6 @@ class Runtime:
         os._exit(code)
 
 
-def _compare(facts: Sequence[dict[str, Any]], what: str) -> None:
-    """Raise ConfigMismatch where the dictionaries differ: the field, the values and the ranks."""
-    for field in dict.fromkeys(key for fact in facts for key in fact):
-        values: dict[str, list[int]] = {}
-        for rank, fact in enumerate(facts):
-            values.setdefault(repr(fact.get(field)), []).append(rank)
-        if len(values) > 1:
-            parts = ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in values.items())
-            raise ConfigMismatch(f"{what} differs between ranks in {field}: {parts}. It must be the same on all ranks.")
-
-
 # ---- the process-wide instance ------------------------------------------------------------------------
 
 _current: Runtime | None = None
@@ -316,26 +266,11 @@ def init(comm: Any = None, process_sets: Any = None, **options: Any) -> None:
         if process_sets is not None:
             raise UsageError("process sets are not in this version of hiercomm yet: call init() without process_sets")
         config = Config.from_environment(**options)
-        runtime = Runtime(config, _world(comm))
+        runtime = Runtime(config, connect.find_world(comm))
         _limit_threads(runtime)
         _current = runtime
     if config.placement and runtime.topology.rank == 0:
         print(f"hiercomm: {runtime.topology.describe()}", file=sys.stderr, flush=True)
-
-
-def _world(comm: Any) -> mpi.MpiWorld | None:
-    claim = launcher.claim(configuration.process_environment())
-    reason = mpi.available()
-    if reason is not None:
-        if comm is not None:
-            raise ConfigError(f"init(comm=...) needs MPI, which cannot be used: {reason}")
-        if claim is not None and claim.size > 1:
-            raise ConfigError(f"{launcher.disagreement(claim, 1)} (MPI cannot be used: {reason})")
-        return None
-    world = mpi.connect(comm)
-    if comm is None and claim is not None and claim.size > 1 and world.size == 1:
-        raise ConfigError(launcher.disagreement(claim, world.size))
-    return world
 
 
 def _limit_threads(runtime: Runtime) -> None:
