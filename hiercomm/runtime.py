@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import itertools
+import math
 import os
 import pickle
 import socket
@@ -38,9 +39,13 @@ from hiercomm.eager import EagerOperation
 from hiercomm.errors import CommError, NotInitialized, UsageError
 from hiercomm.negotiate import Request, Waiting
 from hiercomm.progress import Pending, Progress, Task, drive
+from hiercomm.stalls import Limits, StallFinder
 from hiercomm.timing import Timing
+from hiercomm.watch import Watch
 
 _ABORT_GRACE_S = 0.5  # other ranks may be about to say the same: let them
+_GIVE_UP_GRACE_S = 10.0  # rank 0 decides when all give up; a rank that it cannot tell does so later
+_GROUP_TIMEOUT_S = 7 * 86400.0  # torch's own limit inside a node: a slow rank is no error
 
 
 @final
@@ -56,6 +61,7 @@ class Runtime:
         self._tags = itertools.count(step=2)
         self._unnamed: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self._pid = os.getpid()
+        self._patience_s = config.stall_abort + _GIVE_UP_GRACE_S if config.stall_abort else math.inf
         self._control: Control | None = None
         self._progress: Progress | None = None
         self.topology, self.hosts = connect.discover(config, world)
@@ -63,8 +69,12 @@ class Runtime:
         if world is not None and world.size > 1:
             mailbox = world.mailbox()
             self._mailbox = mailbox
-            self._control = Control(mailbox, world.rank, world.size, self._wake)
-            self._progress = Progress(self._poll, self._control.is_busy)
+            stalls = StallFinder(world.rank, self.hosts, Limits(config.stall_warn, config.stall_abort))
+            self._control = Control(mailbox, world.rank, world.size, self._wake, stalls=stalls)
+            self._progress = progress = Progress(self._poll, self._control.is_busy)
+            name = f"rank {world.rank} on {self.hosts[world.rank]}"
+            self._watch = Watch(stalls, lambda: progress.turns, name, lambda: self.abort(1))
+            self._watch.start()
 
     def _require_same_process(self) -> None:
         if os.getpid() != self._pid:
@@ -104,7 +114,7 @@ class Runtime:
         if self._control is None:
             pending.wait()
         else:
-            self._control.wait(pending, Waiting(str(request), key=request.key), self.config.timeout_s)
+            self._control.wait(pending, Waiting(str(request), key=request.key), self._patience_s)
         return pending.result
 
     def unnamed(self, kind: str) -> str:
@@ -172,7 +182,7 @@ class Runtime:
         t, exchange = self.topology, self._local_exchange(name)
         if kind == "shm":
             return SharedMemory(t.local_rank, t.local_size, exchange)
-        return TorchDistributed(kind, t.local_rank, t.local_size, exchange, self.config.timeout_s)
+        return TorchDistributed(kind, t.local_rank, t.local_size, exchange, min(self._patience_s, _GROUP_TIMEOUT_S))
 
     def new_channel(self) -> int:
         """The number of the next stream of events; the same on all ranks that wrap in the same order."""
@@ -197,7 +207,7 @@ class Runtime:
     def wait_counted(self, work: Work, channel: int, number: int, what: str) -> None:
         """Block until `work` completes, which needs every rank to begin event `number` of `channel`."""
         assert self._control is not None
-        self._control.wait(work, Waiting(what, channel=channel, number=number), self.config.timeout_s)
+        self._control.wait(work, Waiting(what, channel=channel, number=number), self._patience_s)
 
     @property
     def progress_thread(self) -> int | None:
@@ -217,6 +227,7 @@ class Runtime:
         except CommError:
             pass  # another rank ended early: there is nothing to report on
         self._control.leave()
+        self._watch.close()
         self._progress.close()
         self._control.close(CommError("hiercomm has been shut down"))
         self._mailbox.close()

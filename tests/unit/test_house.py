@@ -31,7 +31,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8"), path.name) for name, 
 LAYERS = (
     {"topology", "config", "errors", "launcher", "reduction"},
     {"comm", "compress", "progress", "bucket", "timing", "native"},
-    {"allreduce", "negotiate", "control", "connect", "eager", "reducer", "watch", "rounds", "ledger"},
+    {"allreduce", "negotiate", "control", "connect", "eager", "reducer", "stalls", "watch", "rounds", "ledger"},
     {"modes"},
     {"torch", "runtime", ""},
     {"cli"},
