@@ -30,8 +30,8 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8"), path.name) for name, 
 # The first part of a module's name below hiercomm; "" is hiercomm/__init__.py.
 LAYERS = (
     {"topology", "config", "errors", "launcher", "reduction"},
-    {"comm", "compress", "progress", "bucket", "timing", "watch", "native"},
-    {"allreduce", "negotiate", "control", "eager", "reducer", "rounds", "ledger"},
+    {"comm", "compress", "progress", "bucket", "timing", "native"},
+    {"allreduce", "negotiate", "control", "connect", "eager", "reducer", "stalls", "watch", "rounds", "ledger"},
     {"modes"},
     {"torch", "runtime", ""},
     {"cli"},
