@@ -1,0 +1,118 @@
+"""Which ends of this process's TCP connections answer nothing any more, as its kernel sees it. Linux.
+
+A process that computes, waits or is stopped still has a kernel that acknowledges what comes; a node that is down
+or behind a cut link has not. So this tells a lost link from a slow rank, and needs no answer from anybody's
+Python. It only reads: the connections are MPI's. Where the network is no TCP, it sees nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+_ESTABLISHED, _SYN_SENT = 1, 2
+_INFO = struct.Struct("=8B13I")  # the head of the kernel's struct tcp_info
+_LONGEST_TICK_S, _PAUSE_S = 2.0, 5.0
+
+
+@dataclass(frozen=True)
+class Connection:
+    """`unanswered`: something was sent again and again; `heard_s`: seconds since anything came, if it ever did."""
+
+    inode: int
+    address: str
+    unanswered: bool
+    heard_s: float
+
+
+def connections() -> Iterator[Connection]:
+    """The TCP connections of this process to other hosts."""
+    folder = "/proc/self/fd"
+    for name in os.listdir(folder) if os.path.isdir(folder) and hasattr(socket, "TCP_INFO") else ():
+        # What is closed meanwhile is none any more.
+        with contextlib.suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode) and (found := _connection(int(name), status.st_ino)) is not None:
+                yield found
+
+
+def _connection(number: int, inode: int) -> Connection | None:
+    with socket.socket(fileno=os.dup(number)) as own:
+        if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
+            return None
+        info = _INFO.unpack(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
+        state, retransmits, probes = info[0], info[2], info[3]
+        if state not in (_ESTABLISHED, _SYN_SENT):
+            return None
+        address = str(own.getpeername()[0]) if state == _ESTABLISHED else _asked(inode)
+    address = address.removeprefix("::ffff:")
+    if not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return None
+    heard_s = min(info[-3], info[-1]) / 1e3 if state == _ESTABLISHED else float("inf")
+    return Connection(inode, address, retransmits > 0 or probes > 0, heard_s)
+
+
+def _asked(inode: int) -> str:
+    """The address with which a connection that is not there yet is being made: the socket itself does not tell."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in _read(table).splitlines()[1:]:
+            fields = line.split()
+            if fields[9] == str(inode):
+                return _address(fields[2].partition(":")[0])
+    return ""
+
+
+def _address(words: str) -> str:
+    """An address that the kernel prints as 32-bit words in the order of this machine."""
+    raw = b"".join(struct.pack("=I", int(words[i : i + 8], 16)) for i in range(0, len(words), 8))
+    return str(ipaddress.ip_address(raw))
+
+
+def addresses() -> set[str]:
+    """Addresses of this host, those of its loopback aside."""
+    found = set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", _read("/proc/net/fib_trie")))
+    found |= {str(ipaddress.ip_address(bytes.fromhex(line[:32]))) for line in _read("/proc/net/if_inet6").splitlines()}
+    return {address for address in found if not ipaddress.ip_address(address).is_loopback}
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+@final
+class Silence:
+    """Finds addresses that leave what is sent to them unanswered for `patience_s`, by looking again and again.
+
+    Connections that are there already when this is made are not MPI's, where `ignore_present` says so.
+    """
+
+    def __init__(self, patience_s: float, *, ignore_present: bool = False) -> None:
+        self._patience_s = patience_s
+        self._ignored = {c.inode for c in connections()} if ignore_present else set()
+        self._silent_s: dict[int, float] = {}
+        self._last: float | None = None
+
+    def look(self, now: float) -> set[str]:
+        """The addresses. To be called every second or so, at time `now`; after a pause it begins anew."""
+        elapsed = 0.0 if self._last is None else now - self._last
+        self._last = now
+        if elapsed > _PAUSE_S:
+            self._silent_s = {}
+        elapsed = min(elapsed, _LONGEST_TICK_S)  # longer ones are this process's own: it was stopped
+        present = [c for c in connections() if c.inode not in self._ignored]
+        self._silent_s = {c.inode: self._silent_s.get(c.inode, -elapsed) + elapsed for c in present if c.unanswered}
+        silent = {c.address for c in present if self._silent_s.get(c.inode, 0.0) >= self._patience_s}
+        # Where one connection answers, the host is there, and another's silence has other reasons.
+        return silent - {c.address for c in present if not c.unanswered and c.heard_s < self._patience_s}
