@@ -61,8 +61,8 @@ class Links:
     def _sentence(self, lost: Sequence[str]) -> str:
         who = ", ".join(f"{self._owners[address]} ({address})" for address in lost)
         return (
-            f"{who} has not answered {self._name} for {self._patience_s:g} s: that node is down or the link to it is cut "
-            "(HIERCOMM_LINK_TIMEOUT sets for how long to try)"
+            f"{who} has not answered {self._name} for {self._patience_s:g} s: that node is down or the link to it is "
+            "cut (HIERCOMM_LINK_TIMEOUT sets for how long to try)"
         )
 
 
@@ -87,9 +87,9 @@ def guarded(patience_s: float) -> Iterator[None]:
         while not stop.wait(_LOOK_EVERY_S):
             if lost := silence.look(time.monotonic()):
                 sys.stderr.write(
-                    f"hiercomm: {', '.join(sorted(lost))} has not answered {socket.gethostname()} for {patience_s:g} s, "
-                    "so the ranks cannot be joined: that node is down, the link to it is cut, or it is no address to "
-                    "use between nodes (hiercommrun --network-interface NAME)\n"
+                    f"hiercomm: {', '.join(sorted(lost))} has not answered {socket.gethostname()} for {patience_s:g} "
+                    "s, so the ranks cannot be joined: that node is down, the link to it is cut, or it is no address "
+                    "to use between nodes (hiercommrun --network-interface NAME)\n"
                 )
                 sys.stderr.flush()
                 os._exit(1)

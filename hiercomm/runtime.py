@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hiercomm import config as configuration
-from hiercomm import connect
+from hiercomm import connect, launcher
 from hiercomm.allreduce import HierarchicalAllReduce
 from hiercomm.comm import mpi
 from hiercomm.comm.base import LocalBuffer, ReducingCommunicator, Work
@@ -250,6 +250,8 @@ class Runtime:
         """End all ranks of the job."""
         if self._progress is not None:
             time.sleep(_ABORT_GRACE_S)
+            if self._control is not None and self._control.lost is not None:
+                launcher.end_daemon()
             self._abort_code = code
             self._progress.wake()
             time.sleep(5.0)

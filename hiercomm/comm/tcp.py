@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import os
 import re
 import socket
 import stat
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -26,22 +28,22 @@ _LONGEST_TICK_S, _PAUSE_S = 2.0, 5.0
 
 @dataclass(frozen=True)
 class Connection:
-    """`unanswered`: something was sent again and again; `heard_s`: seconds since anything came, if it ever did."""
+    """`unanswered`: something was sent again and again; `heard_s`: seconds since anything came, if that is known."""
 
     inode: int
     address: str
     unanswered: bool
-    heard_s: float
+    heard_s: float = math.inf
 
 
 def connections() -> Iterator[Connection]:
     """The TCP connections of this process to other hosts."""
-    folder = "/proc/self/fd"
-    for name in os.listdir(folder) if os.path.isdir(folder) and hasattr(socket, "TCP_INFO") else ():
+    numbers = os.listdir("/proc/self/fd") if sys.platform == "linux" else []
+    for number in map(int, numbers):
         # What is closed meanwhile is none any more.
         with contextlib.suppress(OSError):
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode) and (found := _connection(int(name), status.st_ino)) is not None:
+            status = os.fstat(number)
+            if stat.S_ISSOCK(status.st_mode) and (found := _connection(number, status.st_ino)) is not None:
                 yield found
 
 
@@ -50,31 +52,45 @@ def _connection(number: int, inode: int) -> Connection | None:
         if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
             return None
         info = _INFO.unpack(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
-        state, retransmits, probes = info[0], info[2], info[3]
-        if state not in (_ESTABLISHED, _SYN_SENT):
+        state, retransmits, probes, *_ = info
+        if state == _SYN_SENT:  # the socket itself does not tell with whom
+            return next((c for c in _table() if c.inode == inode), None)
+        if state != _ESTABLISHED:
             return None
-        address = str(own.getpeername()[0]) if state == _ESTABLISHED else _asked(inode)
-    address = address.removeprefix("::ffff:")
-    if not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        return None
-    heard_s = min(info[-3], info[-1]) / 1e3 if state == _ESTABLISHED else float("inf")
-    return Connection(inode, address, retransmits > 0 or probes > 0, heard_s)
+        address = _plain(own.getpeername()[0])
+    heard_s = min(info[-3], info[-1]) / 1e3  # data or acknowledgement
+    return Connection(inode, address, retransmits + probes > 0, heard_s) if _is_elsewhere(address) else None
 
 
-def _asked(inode: int) -> str:
-    """The address with which a connection that is not there yet is being made: the socket itself does not tell."""
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in _read(table).splitlines()[1:]:
-            fields = line.split()
-            if fields[9] == str(inode):
-                return _address(fields[2].partition(":")[0])
-    return ""
+def connections_of(pid: int) -> Iterator[Connection]:
+    """Those of another process of this user, in the same network."""
+    inodes = set()
+    with contextlib.suppress(OSError):  # it may end
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                inodes.add(entry.stat().st_ino)
+    return (c for c in _table() if c.inode in inodes)
 
 
-def _address(words: str) -> str:
-    """An address that the kernel prints as 32-bit words in the order of this machine."""
-    raw = b"".join(struct.pack("=I", int(words[i : i + 8], 16)) for i in range(0, len(words), 8))
-    return str(ipaddress.ip_address(raw))
+def _table() -> Iterator[Connection]:
+    """All TCP connections to other hosts from this network, as the kernel prints them."""
+    for line in (_read("/proc/net/tcp") + _read("/proc/net/tcp6")).splitlines():
+        number, _, remote, state, _, _, retransmits, _, probes, inode, *_ = line.split()
+        if number.endswith(":") and int(state, 16) in (_ESTABLISHED, _SYN_SENT):
+            words = remote.partition(":")[0]  # of 32 bits, in the order of this machine
+            raw = b"".join(struct.pack("=I", int(words[i : i + 8], 16)) for i in range(0, len(words), 8))
+            address = _plain(str(ipaddress.ip_address(raw)))
+            if _is_elsewhere(address):
+                yield Connection(int(inode), address, int(retransmits, 16) + int(probes) > 0)
+
+
+def _plain(address: str) -> str:
+    mapped = getattr(ipaddress.ip_address(address.partition("%")[0]), "ipv4_mapped", None)
+    return str(mapped or address.partition("%")[0])
+
+
+def _is_elsewhere(address: str) -> bool:
+    return not ipaddress.ip_address(address).is_loopback
 
 
 def addresses() -> set[str]:
@@ -95,12 +111,19 @@ def _read(path: str) -> str:
 class Silence:
     """Finds addresses that leave what is sent to them unanswered for `patience_s`, by looking again and again.
 
-    Connections that are there already when this is made are not MPI's, where `ignore_present` says so.
+    `present` lists the connections. `ignore_present`: those that are there now are not MPI's.
     """
 
-    def __init__(self, patience_s: float, *, ignore_present: bool = False) -> None:
+    def __init__(
+        self,
+        patience_s: float,
+        present: Callable[[], Iterable[Connection]] = connections,
+        *,
+        ignore_present: bool = False,
+    ) -> None:
         self._patience_s = patience_s
-        self._ignored = {c.inode for c in connections()} if ignore_present else set()
+        self._present = present
+        self._ignored = {c.inode for c in present()} if ignore_present else set()
         self._silent_s: dict[int, float] = {}
         self._last: float | None = None
 
@@ -111,7 +134,7 @@ class Silence:
         if elapsed > _PAUSE_S:
             self._silent_s = {}
         elapsed = min(elapsed, _LONGEST_TICK_S)  # longer ones are this process's own: it was stopped
-        present = [c for c in connections() if c.inode not in self._ignored]
+        present = [c for c in self._present() if c.inode not in self._ignored]
         self._silent_s = {c.inode: self._silent_s.get(c.inode, -elapsed) + elapsed for c in present if c.unanswered}
         silent = {c.address for c in present if self._silent_s.get(c.inode, 0.0) >= self._patience_s}
         # Where one connection answers, the host is there, and another's silence has other reasons.
