@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from typing import Any, final
 
 from hiercomm.comm.base import Work
@@ -71,7 +71,7 @@ class _Queue:
             task, pending = self.tasks[0]
             try:
                 if not self._can_go_on(task):
-                    return moved
+                    return moved or (isinstance(self.waiting, Together) and self.waiting.has_moved)
                 moved = True
                 self.waiting = next(task)
             except StopIteration as stop:
@@ -92,6 +92,32 @@ class _Queue:
         self.tasks.popleft()
         self.waiting = None
         pending.finish(result, error)
+
+
+@final
+class Together(Work):
+    """Tasks side by side, moved by whoever polls; for a task to yield. Raises the first error, once all have ended."""
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self.has_moved = False  # whether the last poll moved any
+        self._parts: list[tuple[_Queue, Pending]] = []
+        for index, task in enumerate(tasks):
+            queue, pending = _Queue(), Pending(f"part {index}")
+            queue.tasks.append((task, pending))
+            self._parts.append((queue, pending))
+
+    def is_completed(self) -> bool:
+        moved = [queue.advance() for queue, _ in self._parts]
+        self.has_moved = any(moved)
+        if not all(pending.has_ended() for _, pending in self._parts):
+            return False
+        for _, pending in self._parts:
+            pending.is_completed()
+        return True
+
+    def __str__(self) -> str:
+        waiting = [str(queue.waiting) for queue, _ in self._parts if queue.waiting is not None]
+        return " beside ".join(waiting) or "nothing"
 
 
 @final

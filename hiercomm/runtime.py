@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hiercomm import config as configuration
 from hiercomm import launcher, topology
-from hiercomm.allreduce import HierarchicalAllReduce
+from hiercomm.allreduce import LANES, HierarchicalAllReduce
 from hiercomm.comm import mpi
 from hiercomm.comm.base import Communicator, LocalBuffer, ReducingCommunicator, Work
 from hiercomm.comm.loopback import Loopback
@@ -56,7 +56,7 @@ class Runtime:
         self._world = world
         self._abort_code: int | None = None
         self._channels = itertools.count()
-        self._tags = itertools.count(step=2)
+        self._tags = itertools.count(step=LANES)
         self._unnamed: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self._pid = os.getpid()
         self._control: Control | None = None
@@ -217,15 +217,13 @@ class Runtime:
         """The number of the next stream of events; the same on all ranks that wrap in the same order."""
         return next(self._channels)
 
-    def new_tag(self) -> int:
-        """A tag, and the one behind it, for the exchanges of one bucket."""
-        return next(self._tags)
-
     def all_reduce_engine(self, level: ReducingCommunicator) -> HierarchicalAllReduce:
         """The hierarchical all-reduce over `level` and the nodes."""
         assert self._progress is not None
         local = level if self.topology.local_size > 1 else None
-        return HierarchicalAllReduce(self.topology, local, self._bucket_cross, self._progress, self.timing)
+        return HierarchicalAllReduce(
+            self.topology, local, self._bucket_cross, self._progress, self.timing, next(self._tags)
+        )
 
     def count(self, channel: int) -> int:
         """This rank begins the next event of `channel`. Returns its number."""

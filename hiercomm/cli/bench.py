@@ -22,6 +22,7 @@ from torch import Tensor
 
 import hiercomm.torch as hvd
 from hiercomm import reduction, runtime
+from hiercomm.cli import bench_allreduce
 from hiercomm.comm import mpi
 from hiercomm.comm.base import ReducingCommunicator
 from hiercomm.comm.shm import SharedMemory
@@ -36,7 +37,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="hiercomm bench", description="What hiercomm costs, beside its peers.")
     parser.add_argument("what", choices=sorted(_BENCHMARKS))
     parser.add_argument("--json", metavar="FILE", help="write the records here (rank 0)")
-    parser.add_argument("--sizes", default="4KB,64KB,1MB,8MB,64MB", help="local: buffer sizes (default: %(default)s)")
+    parser.add_argument("--sizes", help="allreduce, local: sizes of the buffer (default: 1MB,16MB,64MB; 4KB to 64MB)")
+    parser.add_argument("--dtypes", default="float32", help="allreduce: torch's names (default: %(default)s)")
+    parser.add_argument("--rate", help="allreduce: what the links between the nodes carry, like 200mbit")
     parser.add_argument("--repeat", type=int, default=15, help="counted repetitions (default: %(default)s)")
     options = parser.parse_args(argv)
     rank, records = _BENCHMARKS[options.what](options)
@@ -125,7 +128,7 @@ def _local(options: argparse.Namespace) -> tuple[int, list[Record]]:
         print(f"{world.size} ranks, one node, {world.library()}; milliseconds (times shared memory)")
         print(f"{'dtype':>9} {'bytes':>10} {'shared memory':>14} {'gloo':>18} {'MPI_Allreduce':>18}")
     for dtype in (torch.float32, torch.bfloat16):
-        for nbytes in map(parse_bytes, options.sizes.split(",")):
+        for nbytes in map(parse_bytes, (options.sizes or "4KB,64KB,1MB,8MB,64MB").split(",")):
             seconds = {
                 "shm": _time_level(world, shm, nbytes, dtype, options.repeat),
                 "gloo": _time_level(world, gloo, nbytes, dtype, options.repeat),
@@ -175,6 +178,7 @@ def _time(world: mpi.MpiWorld, data: Tensor, reduce: Callable[[], None], repeat:
 
 
 _BENCHMARKS: dict[str, Callable[[argparse.Namespace], tuple[int, list[Record]]]] = {
+    "allreduce": bench_allreduce.run,
     "idle": _idle,
     "local": _local,
     "wrap": _wrap,

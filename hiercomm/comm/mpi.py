@@ -117,6 +117,14 @@ class MpiWorld:
         else:
             self._comm.Allreduce(_mpi().IN_PLACE, buf.numpy())
 
+    def library_send(self, buf: Tensor, dest: int) -> None:
+        """The library's own MPI_Send, for comparison."""
+        self._comm.Send(buf.numpy(), dest)
+
+    def library_recv(self, buf: Tensor, source: int) -> None:
+        """The library's own MPI_Recv, for comparison."""
+        self._comm.Recv(buf.numpy(), source)
+
     def mailbox(self) -> Mailbox:
         """The control plane of the job. Collective."""
         comm = self._comm.Dup()
