@@ -29,17 +29,17 @@ from hiercomm.timing import Timing
 from hiercomm.topology import Topology
 
 # A large buffer goes in chunks, so that one chunk is added while others travel; chunks go in a few lanes, each lane one
-# after the other. Pieces of this size keep a link of some Gbit/s busy, and so few of them under way do not fill the
-# queues of a slow one: a megabyte more in flight costs a fifth of a 200 Mbit/s link between four nodes.
-_PIECE_BYTES = 256 << 10
+# after the other. Pieces of 128 KB keep a link of 200 Mbit/s busy: with a megabyte in flight the queues of such links
+# between four nodes run full, and a fifth is lost. Faster links need larger ones (probe.py).
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 128 << 10, 1 << 20
 LANES = 3
 # From this size on pieces are exchanged in rounds, in each of which nobody is sent to by two ranks.
 _ROUNDS_BYTES = 32 << 10
 
 
-def chunks(comm: Communicator, flat: Tensor) -> list[Tensor]:
+def chunks(comm: Communicator, flat: Tensor, piece_bytes: int) -> list[Tensor]:
     """Views of `flat` that are reduced one by one: chunk i goes in lane i % LANES."""
-    return pieces(flat, max(1, -(-flat.nbytes // (comm.size * _PIECE_BYTES))))
+    return pieces(flat, max(1, -(-flat.nbytes // (comm.size * piece_bytes))))
 
 
 def _all_to_all(comm: Communicator, out: Sequence[Tensor], buf: Sequence[Tensor], tag: int) -> Task:
@@ -80,9 +80,11 @@ def reduce_chunk(comm: Communicator, flat: Tensor, op: str, divisor: int, tag: i
     yield from all_gather_pieces(comm, flat, tag)
 
 
-def two_phase(comm: Communicator, flat: Tensor, op: str, divisor: int, tag: int) -> Task:
+def two_phase(
+    comm: Communicator, flat: Tensor, op: str, divisor: int, tag: int, piece_bytes: int = 2 * MIN_PIECE_BYTES
+) -> Task:
     """Task: all-reduce of a flat CPU tensor, the same bits on every rank. Uses LANES tags from `tag` on."""
-    parts = chunks(comm, flat)
+    parts = chunks(comm, flat, piece_bytes)
 
     def lane(index: int) -> Task:
         for part in parts[index::LANES]:
@@ -125,7 +127,8 @@ def _all(parts: Sequence[Work]) -> Task:
 @final
 class HierarchicalAllReduce:
     """All-reduce of buffers that `local` has allocated. `start` and `distribute` are called by the training
-    thread, in the same order on every rank. LANES tags from `tag` on belong to it.
+    thread, in the same order on every rank. LANES tags from `tag` on belong to it. Pieces of `piece_bytes` go over the
+    links between the nodes.
 
     `local` is None where this node has one rank, `cross` where there is one node or this rank does not
     cross (nodes of unequal size, not the first rank).
@@ -139,8 +142,10 @@ class HierarchicalAllReduce:
         progress: Progress,
         timing: Timing,
         tag: int,
+        piece_bytes: int,
     ) -> None:
         self._tag = tag
+        self._piece_bytes = piece_bytes
         self._chunks = itertools.count()
         self._tasks = itertools.count()
         self._topology = topology
@@ -177,7 +182,7 @@ class HierarchicalAllReduce:
     def _cross_over(self, local: Work, shard: Tensor, op: str, divisor: int, what: str) -> Iterator[Pending]:
         """The chunks of a shard behind those of earlier ones, in lanes that turn by turn take one each."""
         assert self._cross is not None
-        for chunk in chunks(self._cross, shard):
+        for chunk in chunks(self._cross, shard, self._piece_bytes):
             lane = next(self._chunks) % LANES
             task = self._reduce(self._cross, local, chunk, op, divisor, self._tag + lane)
             yield self._progress.submit(("lane", self._tag, lane), task, Pending(what))

@@ -98,13 +98,12 @@ def test_two_phase(ranks):
 
 
 @pytest.fixture
-def _small_pieces(monkeypatch):
-    """Chunks, lanes and rounds at sizes that tests can afford."""
-    monkeypatch.setattr(allreduce, "_PIECE_BYTES", 256)
+def _small_rounds(monkeypatch):
+    """Rounds at sizes that tests can afford."""
     monkeypatch.setattr(allreduce, "_ROUNDS_BYTES", 128)
 
 
-@pytest.mark.usefixtures("_small_pieces")
+@pytest.mark.usefixtures("_small_rounds")
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_two_phase_in_many_chunks(ranks):
     """Every number of chunks around the number of lanes, odd remainders, the same bits as in one chunk."""
@@ -115,7 +114,7 @@ def test_two_phase_in_many_chunks(ranks):
         found = []
         for case, numel in enumerate(numels):
             flat = values(rank, numel, torch.float32, case)
-            drive(two_phase(world.communicator(rank), flat, AVERAGE, ranks, tag=LANES * case))
+            drive(two_phase(world.communicator(rank), flat, AVERAGE, ranks, LANES * case, 256))
             found.append(flat)
         return found
 
@@ -268,7 +267,12 @@ def finish(engine: HierarchicalAllReduce, exchange: Any) -> None:
 
 
 def run_engines(
-    nodes: str, body: Callable[[int, HierarchicalAllReduce, list[Any]], Any], *, lost: int = -1, buckets: Any = BUCKETS
+    nodes: str,
+    body: Callable[[int, HierarchicalAllReduce, list[Any]], Any],
+    *,
+    lost: int = -1,
+    buckets: Any = BUCKETS,
+    piece_bytes: int = 1 << 17,
 ) -> list[Any]:
     """`body(rank, engine, buffers)` on every rank; `lost` is dead between the nodes."""
     size = len(nodes)
@@ -285,7 +289,7 @@ def run_engines(
         cross = cross_world.communicator(rank, t.cross_ranks) if crosses else None
         progress = Progress(lambda: False)
         try:
-            engine = HierarchicalAllReduce(t, local if t.local_size > 1 else None, cross, progress, Timing(), 5)
+            engine = HierarchicalAllReduce(t, local if t.local_size > 1 else None, cross, progress, Timing(), 5, piece_bytes)
             return body(rank, engine, buffers)
         finally:
             progress.close()
@@ -294,7 +298,7 @@ def run_engines(
 
 
 @pytest.mark.parametrize("nodes", ["aabb", "aaab", "abcd", "aaa", "abaab"])
-def test_buckets_in_flight(nodes):
+def test_buckets_in_flight(nodes, piece_bytes=1 << 17):
     rounds, size = 20, len(nodes)
 
     def body(rank: int, engine: HierarchicalAllReduce, buffers: list[Any]) -> list[Tensor]:
@@ -311,15 +315,15 @@ def test_buckets_in_flight(nodes):
             found += [buffer.data.clone() for buffer in buffers]
         return found
 
-    results = by_case(run_engines(nodes, body))
+    results = by_case(run_engines(nodes, body, piece_bytes=piece_bytes))
     for (step, (numel, dtype, op)), replicas in zip(itertools.product(range(rounds), BUCKETS), results, strict=True):
         assert_right(replicas, in_one_process([values(r, numel, dtype, step) for r in range(size)], op))
 
 
-@pytest.mark.usefixtures("_small_pieces")
+@pytest.mark.usefixtures("_small_rounds")
 def test_many_chunks_of_many_buckets_in_flight():
-    test_buckets_in_flight("aabb")
-    test_buckets_in_flight("abcd")
+    test_buckets_in_flight("aabb", 256)
+    test_buckets_in_flight("abcd", 64)
 
 
 def test_a_lost_node_is_an_error_of_the_exchange_and_not_a_hang():
