@@ -8,19 +8,21 @@ Knows nothing of tensors; `run` and `fail` of an operation are its owner's.
 from __future__ import annotations
 
 import concurrent.futures.thread
+import math
 import pickle
 import queue
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, final
 
 from hiercomm.comm.base import Mailbox, Work
 from hiercomm.errors import CommError, CommTimeout, HierCommError, PeerLost, RankMismatch
 from hiercomm.negotiate import Blocked, Key, Negotiator, Request, Response, Waiting
+from hiercomm.stalls import Limits, Message, StallFinder
 
 COORDINATOR = 0
 _SLICE_S = 0.1  # how often a waiting thread looks whether anything has gone wrong
@@ -61,7 +63,8 @@ def _idle_threads() -> set[int]:
 class Control:
     """`poll` is called by the progress thread, all else by any thread. `wake` makes `poll` come soon.
 
-    `bystanders`: ids of threads that may yet communicate although they have not so far.
+    `bystanders`: ids of threads that may yet communicate although they have not so far. `stalls` finds out who
+    is late where somebody waits long.
     """
 
     def __init__(
@@ -71,12 +74,14 @@ class Control:
         size: int,
         wake: Callable[[], None],
         bystanders: Callable[[], set[int | None]] = _non_daemons,
+        stalls: StallFinder | None = None,
     ) -> None:
         self._mailbox = mailbox
         self._rank = rank
         self._size = size
         self._wake = wake
         self._bystanders = bystanders
+        self._stalls = stalls or StallFinder(rank, [""] * size, Limits(0.0, 0.0))
         self._negotiator = Negotiator(size) if rank == COORDINATOR else None
         self._lock = threading.Lock()
         self._operations: dict[Key, Operation] = {}
@@ -118,9 +123,9 @@ class Control:
             self._started[channel] = number = self._started.get(channel, 0) + 1
         return number
 
-    def wait(self, work: Work, waiting: Waiting, timeout_s: float) -> None:
+    def wait(self, work: Work, waiting: Waiting, timeout_s: float = math.inf) -> None:
         """Block until `work` completes. Raises what it raises; PeerLost where a rank that it needs has shut
-        down, RankMismatch where no rank can go on, CommTimeout after `timeout_s` seconds.
+        down, RankMismatch where no rank can go on, CommTimeout after `timeout_s` seconds or where all give up.
         """
         if work.is_completed():
             return
@@ -181,10 +186,13 @@ class Control:
         for source, message in self._mailbox.poll():
             moved = True
             verb, content = pickle.loads(message)
-            if verb in ("submit", "blocked", "running", "leave"):
+            if verb == "stall":
+                self._post_stall(self._stalls.receive(source, content, self, time.monotonic()))
+            elif verb in ("submit", "blocked", "running", "leave"):
                 self._coordinate(source, verb, content)
             else:
                 self._obey(verb, content)
+        self._look_for_stalls()
         if self._negotiator is not None and (error := self._negotiator.stuck(time.monotonic())) is not None:
             self._to_all("stuck", error)
             for response in self._negotiator.abandon(error):
@@ -242,6 +250,8 @@ class Control:
         elif verb == "stuck":
             self._stuck = content
             self.epoch += 1
+        elif verb == "give up":
+            self.close(CommTimeout(content))
         else:
             self._ended.set()
 
@@ -264,6 +274,33 @@ class Control:
             self._to_coordinator("blocked", blocked)
         else:
             self._to_coordinator("running", None)
+
+    # ---- who is late ------------------------------------------------------------------------------
+
+    def waits(self) -> list[tuple[float, Waiting]]:
+        """What threads of this rank wait for, each with the time since when."""
+        with self._lock:
+            return list(self._waiting.values())
+
+    def started(self) -> dict[int, int]:
+        """How many events of each channel this rank has begun."""
+        with self._lock:
+            return dict(self._started)
+
+    def missing(self, key: Key) -> Collection[int]:
+        """On the coordinator: who has not submitted `key`, for which others wait; nobody where it is carried out."""
+        assert self._negotiator is not None
+        return self._negotiator.missing(key)
+
+    def _look_for_stalls(self) -> None:
+        now = time.monotonic()
+        self._post_stall(self._stalls.turn(self, now))
+        if (sentence := self._stalls.verdict(now)) is not None:
+            self._to_all("give up", sentence)
+
+    def _post_stall(self, messages: list[tuple[int, Message]]) -> None:
+        for dest, message in messages:
+            self._mailbox.post(dest, pickle.dumps(("stall", message)))
 
     # ---- waiting ------------------------------------------------------------------------------------
 

@@ -22,9 +22,7 @@ _QUICK_S = 20e-3  # a link on which the small one takes longer needs the smalles
 _PIECE_S = 2.5e-3
 
 
-def measure(
-    cross: Communicator | None, tag: int, run: Callable[[Task], None], worst: Callable[[float], float]
-) -> int:
+def measure(cross: Communicator | None, tag: int, run: Callable[[Task], None], worst: Callable[[float], float]) -> int:
     """Bytes of a piece on the links of `cross` (None on ranks that do not cross).
 
     `run` sees a task through, `worst` is the largest value of all ranks. Collective over all ranks; uses LANES tags.

@@ -136,6 +136,7 @@ class Progress:
         self._wake = threading.Event()
         self._stop = False
         self._error: BaseException | None = None
+        self._turns = 0
         self._thread = threading.Thread(target=self._run, name="hiercomm-progress", daemon=True)
         self._thread.start()
 
@@ -143,6 +144,11 @@ class Progress:
     def native_id(self) -> int | None:
         """The thread's id, as the operating system counts."""
         return self._thread.native_id
+
+    @property
+    def turns(self) -> int | None:
+        """Grows unless the thread is stuck in a call; None where it has ended."""
+        return self._turns if self._thread.is_alive() else None
 
     def submit(self, key: Hashable, task: Task, pending: Pending) -> Pending:
         """Run `task` behind the earlier ones of `key`; `pending` ends with it, and is returned."""
@@ -169,6 +175,7 @@ class Progress:
     def _run(self) -> None:
         sleep_s = _BUSY_SLEEP_S[0]
         while not self._stop:
+            self._turns += 1
             self._wake.clear()
             try:
                 moved = self._poll() | self._advance()

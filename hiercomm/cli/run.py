@@ -274,7 +274,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-filename", metavar="DIR", help="write the output of each rank into a file of its own there")
     add("--mpi-args", default="", metavar="ARGS", help="more arguments for mpirun, in one word: --mpi-args='--mca a b'")
     add("--fusion-threshold-mb", metavar="MB", help="size of the buckets (HIERCOMM_BUCKET_BYTES)")
-    add("--stall-check-shutdown-time-seconds", metavar="S", help="how long a rank may wait (HIERCOMM_TIMEOUT_S)")
+    add("--stall-check-warning-time-seconds", metavar="S", help="when to name who is late (HIERCOMM_STALL_WARN)")
+    add("--no-stall-check", dest="stall_check_warning_time_seconds", action="store_const", const="0", help="never do")
+    add("--stall-check-shutdown-time-seconds", metavar="S", help="when to give up (HIERCOMM_STALL_ABORT)")
     add("--report", action="store_true", help="print where the time went, at the end (HIERCOMM_REPORT=1)")
     add("--dry-run", action="store_true", help="print the command and the variables it sets; start nothing")
     add("--verbose", action="store_true", help="print them, then start")
@@ -297,10 +299,10 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
         variables["HIERCOMM_REPORT"] = "1"
     if given.fusion_threshold_mb is not None:
         variables["HIERCOMM_BUCKET_BYTES"] = str(_positive(given.fusion_threshold_mb, "--fusion-threshold-mb") * 2**20)
-    # Horovod's 0 means no limit of one's own.
-    if given.stall_check_shutdown_time_seconds not in (None, "0"):
-        seconds = _positive(given.stall_check_shutdown_time_seconds, "--stall-check-shutdown-time-seconds")
-        variables["HIERCOMM_TIMEOUT_S"] = str(seconds)
+    for name, part in (("WARN", "warning"), ("ABORT", "shutdown")):
+        seconds, flag = getattr(given, f"stall_check_{part}_time_seconds"), f"--stall-check-{part}-time-seconds"
+        if seconds is not None:  # 0: never
+            variables[f"HIERCOMM_STALL_{name}"] = seconds if seconds == "0" else str(_positive(seconds, flag))
     return variables
 
 

@@ -31,17 +31,20 @@ class _Exchanges:
     Every rank starts and later distributes the same exchanges in the same order; each is counted on a channel.
     """
 
-    def __init__(self, engine: HierarchicalAllReduce, owner: str) -> None:
+    def __init__(self, engine: HierarchicalAllReduce, buckets: int, owner: str) -> None:
         self._runtime = runtime.current()
         self._engine = engine
         self._starts = self._runtime.new_channel()
         self._distributions = self._runtime.new_channel()
+        self._buckets = buckets
         self._owner = owner
         self._numbers: dict[int, int] = {}
 
     def start(self, bucket: Bucket) -> Exchange:
-        self._numbers[id(bucket.buffer)] = self._runtime.count(self._starts)
-        what = f"the exchange of bucket {bucket.index} of {self._owner} (optimizer {self._starts // 2 + 1})"
+        self._numbers[id(bucket.buffer)] = number = self._runtime.count(self._starts)
+        # Steps count from 0, as people's loops do.
+        step, optimizer = (number - 1) // self._buckets, self._starts // 2 + 1
+        what = f"the exchange of bucket {bucket.index} in step {step} of {self._owner} (optimizer {optimizer})"
         return self._engine.start(bucket.buffer, bucket.op, bucket.divisor, what)
 
     def finish(self, exchange: Exchange) -> None:
@@ -82,7 +85,7 @@ class _Part:
             for i, (g, b) in enumerate(zip(groups, buffers, strict=False))
         ]
         last = Bucket(len(buckets), [], [], buffers[-1], PRESENCE_OP, 1)
-        exchanges = _Exchanges(context.all_reduce_engine(level), options.label)
+        exchanges = _Exchanges(context.all_reduce_engine(level), len(buckets) + 1, options.label)
         mode.attach(Context(exchanges.start, exchanges.finish))
         self.mode = mode
         self.reducer = Reducer(

@@ -15,7 +15,7 @@ from meeting import Meeting
 from torch import Tensor
 
 from hiercomm import allreduce
-from hiercomm.allreduce import LANES, HierarchicalAllReduce, reduce_scatter, tree_broadcast, two_phase
+from hiercomm.allreduce import LANES, MIN_PIECE_BYTES, HierarchicalAllReduce, reduce_scatter, tree_broadcast, two_phase
 from hiercomm.comm.base import pieces
 from hiercomm.comm.loopback import Loopback
 from hiercomm.comm.shm import SharedMemory
@@ -272,7 +272,7 @@ def run_engines(
     *,
     lost: int = -1,
     buckets: Any = BUCKETS,
-    piece_bytes: int = 1 << 17,
+    piece_bytes: int = MIN_PIECE_BYTES,
 ) -> list[Any]:
     """`body(rank, engine, buffers)` on every rank; `lost` is dead between the nodes."""
     size = len(nodes)
@@ -289,7 +289,9 @@ def run_engines(
         cross = cross_world.communicator(rank, t.cross_ranks) if crosses else None
         progress = Progress(lambda: False)
         try:
-            engine = HierarchicalAllReduce(t, local if t.local_size > 1 else None, cross, progress, Timing(), 5, piece_bytes)
+            engine = HierarchicalAllReduce(
+                t, local if t.local_size > 1 else None, cross, progress, Timing(), 5, piece_bytes
+            )
             return body(rank, engine, buffers)
         finally:
             progress.close()
@@ -297,8 +299,12 @@ def run_engines(
     return Loopback(size).run(start)
 
 
-@pytest.mark.parametrize("nodes", ["aabb", "aaab", "abcd", "aaa", "abaab"])
-def test_buckets_in_flight(nodes, piece_bytes=1 << 17):
+@pytest.mark.usefixtures("_small_rounds")
+@pytest.mark.parametrize(
+    ("nodes", "piece_bytes"),
+    [*((nodes, MIN_PIECE_BYTES) for nodes in ("aabb", "aaab", "abcd", "aaa", "abaab")), ("aabb", 256), ("abcd", 64)],
+)
+def test_buckets_in_flight(nodes, piece_bytes):
     rounds, size = 20, len(nodes)
 
     def body(rank: int, engine: HierarchicalAllReduce, buffers: list[Any]) -> list[Tensor]:
@@ -318,12 +324,6 @@ def test_buckets_in_flight(nodes, piece_bytes=1 << 17):
     results = by_case(run_engines(nodes, body, piece_bytes=piece_bytes))
     for (step, (numel, dtype, op)), replicas in zip(itertools.product(range(rounds), BUCKETS), results, strict=True):
         assert_right(replicas, in_one_process([values(r, numel, dtype, step) for r in range(size)], op))
-
-
-@pytest.mark.usefixtures("_small_rounds")
-def test_many_chunks_of_many_buckets_in_flight():
-    test_buckets_in_flight("aabb", 256)
-    test_buckets_in_flight("abcd", 64)
 
 
 def test_a_lost_node_is_an_error_of_the_exchange_and_not_a_hang():
