@@ -3,6 +3,8 @@
     hiercomm bench wrap                                  one rank: DistributedOptimizer against the plain optimizer
     hiercommrun -np 2 hiercomm bench idle                the progress thread while nothing is submitted
     hiercommrun -np 2 hiercomm bench local               inside a node: shared memory, Gloo, MPI_Allreduce
+    hiercommrun -np 4 -H a:2,b:2 hiercomm bench allreduce   between nodes: beside MPI, Gloo and Horovod
+    hiercommrun -np 4 -H a:2,b:2 hiercomm bench train       a model bound by its exchange: beside DDP and Horovod
 
 Times are medians; quote ratios from one run, not single times. `--json FILE` writes the records.
 """
@@ -22,7 +24,7 @@ from torch import Tensor
 
 import hiercomm.torch as hvd
 from hiercomm import reduction, runtime
-from hiercomm.cli import bench_allreduce
+from hiercomm.cli import bench_allreduce, bench_train
 from hiercomm.comm import mpi
 from hiercomm.comm.base import ReducingCommunicator
 from hiercomm.comm.shm import SharedMemory
@@ -181,5 +183,6 @@ _BENCHMARKS: dict[str, Callable[[argparse.Namespace], tuple[int, list[Record]]]]
     "allreduce": bench_allreduce.run,
     "idle": _idle,
     "local": _local,
+    "train": bench_train.run,
     "wrap": _wrap,
 }

@@ -81,3 +81,8 @@ def send(world: MpiWorld, partner: int, sends: bool, nbytes: int) -> Callable[[]
         world.library_send(data, partner) if sends else world.library_recv(data, partner)
 
     return move
+
+
+def data_parallel(model: torch.nn.Module) -> torch.nn.Module:
+    """The model in torch's DistributedDataParallel, over Gloo."""
+    return torch.nn.parallel.DistributedDataParallel(model)
