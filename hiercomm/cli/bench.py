@@ -4,6 +4,7 @@
     hiercommrun -np 2 hiercomm bench idle                the progress thread while nothing is submitted
     hiercommrun -np 2 hiercomm bench local               inside a node: shared memory, Gloo, MPI_Allreduce
     hiercommrun -np 4 -H a:2,b:2 hiercomm bench allreduce   between nodes: beside MPI, Gloo and Horovod
+    hiercommrun -np 2 -H a,b hiercomm bench overlap         an exchange while torch computes
     hiercommrun -np 4 -H a:2,b:2 hiercomm bench train       a model bound by its exchange: beside DDP and Horovod
 
 Times are medians; quote ratios from one run, not single times. `--json FILE` writes the records.
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="hiercomm bench", description="What hiercomm costs, beside its peers.")
     parser.add_argument("what", choices=sorted(_BENCHMARKS))
     parser.add_argument("--json", metavar="FILE", help="write the records here (rank 0)")
-    parser.add_argument("--sizes", help="allreduce, local: sizes of the buffer (default: 1MB,16MB,64MB; 4KB to 64MB)")
+    parser.add_argument("--sizes", help="allreduce, local, overlap: sizes of the buffer, like 1MB,16MB")
     parser.add_argument("--dtypes", default="float32", help="allreduce: torch's names (default: %(default)s)")
     parser.add_argument("--rate", help="allreduce: what the links between the nodes carry, like 200mbit")
     parser.add_argument("--repeat", type=int, default=15, help="counted repetitions (default: %(default)s)")
@@ -183,6 +184,7 @@ _BENCHMARKS: dict[str, Callable[[argparse.Namespace], tuple[int, list[Record]]]]
     "allreduce": bench_allreduce.run,
     "idle": _idle,
     "local": _local,
+    "overlap": bench_allreduce.run_overlap,
     "train": bench_train.run,
     "wrap": _wrap,
 }

@@ -1,4 +1,5 @@
-"""`hiercomm bench allreduce`: the exchange between nodes, beside its peers, as a share of what the link carries.
+"""`hiercomm bench allreduce`: the exchange between nodes, beside its peers, as a share of what the link carries;
+`hiercomm bench overlap`: beside computation.
 
 A call moves at least 2 (N-1)/N of the buffer through each of N nodes' links (Patarasu and Yuan, 2009):
     link_share = 2 (N-1)/N * bytes * 8 / (rate_bps * seconds)
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import hiercomm.torch as hvd
 from hiercomm import reduction, runtime
+from hiercomm.allreduce import Exchange
 from hiercomm.cli import peers
 from hiercomm.comm import mpi
 from hiercomm.config import parse_bytes, parse_rate
@@ -121,6 +123,79 @@ def run(options: argparse.Namespace) -> tuple[int, list[Record]]:
     return rank, table.records
 
 
+def run_overlap(options: argparse.Namespace) -> tuple[int, list[Record]]:
+    """How much of an exchange vanishes behind computation that calls nothing of hiercomm, with every rank computing,
+    and what the computation loses where it leaves the other cores free (rank 0 alone computes). Rank and records.
+    """
+    world = mpi.connect()
+    hvd.init()
+    records: list[Record] = []
+    for nbytes in map(parse_bytes, (options.sizes or "64MB").split(",")):
+        _, begin, end = _bucket_parts(torch.float32, nbytes)
+        overlap = _Overlap(world, begin, end)
+        medians = overlap.measure(max(3, options.repeat // 3))
+        shorter = min(medians["exchange"], medians["compute"])
+        hidden = (medians["exchange"] + medians["compute"] - medians["both"]) / shorter
+        slowdown = medians["alone_beside"] / medians["alone"] - 1
+        records.append({"op": "overlap", "bytes": nbytes, "hidden": hidden, "compute_slowdown": slowdown, **medians})
+        if world.rank == 0:
+            print(
+                f"{nbytes} bytes: exchange {medians['exchange']:.3f} s, computation {medians['compute']:.3f} s, both "
+                f"{medians['both']:.3f} s: {hidden:.1%} of the shorter is hidden; a computation with free cores beside "
+                f"it is slower by {slowdown:.1%}",
+                flush=True,
+            )
+    return world.rank, records
+
+
+@final
+class _Overlap:
+    """An exchange and a computation of 1.2 s or more, each alone and both at once."""
+
+    def __init__(self, world: mpi.MpiWorld, begin: Callable[[], Exchange], end: Callable[[Exchange], None]) -> None:
+        self._world = world
+        self._begin, self._end = begin, end
+        self._count = 1
+        while (seconds := self._slowest(self._compute)) < 1.2:
+            self._count = max(self._count + 1, int(self._count * 1.3 / max(seconds, 0.05)))
+
+    def measure(self, repeat: int) -> dict[str, float]:
+        """Median seconds of the slowest rank; `alone` and `alone_beside` are rank 0's computation."""
+        times: dict[str, list[float]] = {}
+        for _ in range(repeat):
+            for name, work in (
+                ("exchange", lambda: self._end(self._begin())),
+                ("compute", self._compute),
+                ("both", lambda: self._both(True)),
+            ):
+                times.setdefault(name, []).append(self._slowest(work))
+            alone = self._world.rank == 0
+            times.setdefault("alone", []).append(self._slowest(self._compute if alone else lambda: 0.0))
+            self._world.barrier()
+            times.setdefault("alone_beside", []).append(max(self._world.all_gather(self._both(alone))))
+        return {name: statistics.median(t) for name, t in times.items()}
+
+    def _slowest(self, work: Callable[[], object]) -> float:
+        self._world.barrier()
+        begin = time.perf_counter()
+        work()
+        return float(max(self._world.all_gather(time.perf_counter() - begin)))
+
+    def _compute(self) -> float:
+        begin = time.perf_counter()
+        a = torch.full((384, 384), 1e-3)
+        for _ in range(10 * self._count):
+            a = torch.tanh(a @ a)
+        return time.perf_counter() - begin
+
+    def _both(self, computes: bool) -> float:
+        """Seconds of the computation beside the exchange."""
+        exchange = self._begin()
+        seconds = self._compute() if computes else 0.0
+        self._end(exchange)
+        return seconds
+
+
 def _bind(all_reduce: peers.AllReduce, data: Tensor) -> Reduce:
     return lambda: all_reduce(data)
 
@@ -134,19 +209,23 @@ def _eager(data: Tensor) -> Reduce:
 
 def _bucket(dtype: torch.dtype, nbytes: int) -> tuple[Tensor, Reduce]:
     """What an optimizer's bucket goes through."""
+    data, begin, end = _bucket_parts(dtype, nbytes)
+    return data, lambda: end(begin())
+
+
+def _bucket_parts(dtype: torch.dtype, nbytes: int) -> tuple[Tensor, Callable[[], Exchange], Callable[[Exchange], None]]:
     context = runtime.current()
     name = context.unnamed("bench")
     level, buffers = context.allocate([(nbytes // dtype.itemsize, dtype)], torch.device("cpu"), name)
     engine = context.all_reduce_engine(level)
 
-    def reduce() -> None:
-        exchange = engine.start(buffers[0], reduction.SUM, 1, name)
+    def end(exchange: Exchange) -> None:
         for work in (exchange.cross, exchange.local):
             if work is not None:
                 work.wait()
         engine.distribute(exchange).wait()
 
-    return buffers[0].data, reduce
+    return buffers[0].data, lambda: engine.start(buffers[0], reduction.SUM, 1, name), end
 
 
 def _send(world: mpi.MpiWorld, nbytes: int) -> Reduce:
