@@ -92,6 +92,9 @@ class Config:
     stall_abort: float = _option(
         0.0, parse_seconds, "All ranks raise CommTimeout once one has waited this long, in seconds; `0`: never."
     )
+    link_timeout: float = _option(
+        8.0, parse_seconds, "The job ends where a node leaves all messages unanswered for so many seconds; `0`: never."
+    )
     cross_rate: float | None = _option(
         None, parse_rate, "Slow the links between nodes down to this rate, like `200mbit` (a bare number: bit/s)."
     )
@@ -109,7 +112,7 @@ class Config:
             self.ranks_per_node is None or self.ranks_per_node > 0, "ranks_per_node", self.ranks_per_node, "at least 1"
         )
         _require(self.bucket_bytes > 0, "bucket_bytes", self.bucket_bytes, "a positive number of bytes")
-        for name in ("stall_warn", "stall_abort"):
+        for name in ("stall_warn", "stall_abort", "link_timeout"):
             seconds = getattr(self, name)
             _require(0 <= seconds < math.inf, name, seconds, "a number of seconds, or 0 for never")
         _require(

@@ -6,13 +6,13 @@ Collective, on the thread that initializes, before the progress thread starts. K
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hiercomm import config as configuration
-from hiercomm import launcher, topology
-from hiercomm.comm import mpi
+from hiercomm import launcher, links, topology
+from hiercomm.comm import mpi, tcp
 from hiercomm.comm.base import Communicator
 from hiercomm.comm.loopback import Loopback
 from hiercomm.comm.throttle import Link, Throttled
@@ -52,15 +52,24 @@ def find_world(comm: Any) -> mpi.MpiWorld | None:
     return world
 
 
-def discover(config: Config, world: mpi.MpiWorld | None) -> tuple[Topology, tuple[str, ...]]:
-    """The nodes of the job, and the host name of every rank. Raises ConfigMismatch where configurations differ."""
+@dataclass(frozen=True)
+class Hosts:
+    """`names`: the host of every rank; `owners`: the host that has an address, where one host alone has it."""
+
+    names: tuple[str, ...]
+    owners: Mapping[str, str]
+
+
+def discover(config: Config, world: mpi.MpiWorld | None) -> tuple[Topology, Hosts]:
+    """The nodes and hosts of the job. Raises ConfigMismatch where configurations differ."""
     host = socket.gethostname()
     if world is None:
-        return topology.discover([config.node or host], 0), (host,)
-    facts = world.all_gather((config.shared(), config.node, host))
-    compare([shared for shared, _, _ in facts], "the configuration (HIERCOMM_* variables or arguments of init)")
-    names = topology.name_nodes(world.all_gather(world.host()), [node for _, node, _ in facts], config.ranks_per_node)
-    return topology.discover(names, world.rank), tuple(name for _, _, name in facts)
+        return topology.discover([config.node or host], 0), Hosts((host,), {})
+    facts = world.all_gather((config.shared(), config.node))
+    compare([shared for shared, _ in facts], "the configuration (HIERCOMM_* variables or arguments of init)")
+    names = topology.name_nodes(world.all_gather(world.host()), [node for _, node in facts], config.ranks_per_node)
+    hosts, addresses = zip(*world.all_gather((host, tcp.addresses())), strict=True)
+    return topology.discover(names, world.rank), Hosts(hosts, links.owners(addresses, hosts))
 
 
 def connect(config: Config, world: mpi.MpiWorld | None, t: Topology) -> Groups:

@@ -21,6 +21,7 @@ from typing import Any, Protocol, final
 
 from hiercomm.comm.base import Mailbox, Work
 from hiercomm.errors import CommError, CommTimeout, HierCommError, PeerLost, RankMismatch
+from hiercomm.links import Links
 from hiercomm.negotiate import Blocked, Key, Negotiator, Request, Response, Waiting
 from hiercomm.stalls import Limits, Message, StallFinder
 
@@ -64,7 +65,7 @@ class Control:
     """`poll` is called by the progress thread, all else by any thread. `wake` makes `poll` come soon.
 
     `bystanders`: ids of threads that may yet communicate although they have not so far. `stalls` finds out who
-    is late where somebody waits long.
+    is late where somebody waits long, `links` which links are gone.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Control:
         wake: Callable[[], None],
         bystanders: Callable[[], set[int | None]] = _non_daemons,
         stalls: StallFinder | None = None,
+        links: Links | None = None,
     ) -> None:
         self._mailbox = mailbox
         self._rank = rank
@@ -82,6 +84,7 @@ class Control:
         self._wake = wake
         self._bystanders = bystanders
         self._stalls = stalls or StallFinder(rank, [""] * size, Limits(0.0, 0.0))
+        self._links = links or Links(rank, [""] * size, {}, 0.0)
         self._negotiator = Negotiator(size) if rank == COORDINATOR else None
         self._lock = threading.Lock()
         self._operations: dict[Key, Operation] = {}
@@ -94,8 +97,9 @@ class Control:
         self._stuck = ""
         self.epoch = 0  # how often all ranks were told that none can go on
         self._ended = threading.Event()
-        self._leaving = False
+        self._left_at: float | None = None
         self._closed: CommError | None = None
+        self.lost: PeerLost | None = None  # a node that cannot be reached any more
 
     # ---- called by user threads -------------------------------------------------------------------
 
@@ -149,7 +153,7 @@ class Control:
 
     def leave(self) -> None:
         """Shut down: tell the others, then wait until all ranks have (the progress thread goes on)."""
-        self._leaving = True
+        self._left_at = time.monotonic()
         self._send("leave", dict(self._started))
         self._ended.wait()
 
@@ -183,11 +187,14 @@ class Control:
         while self._outgoing:
             self._to_coordinator(*self._outgoing.popleft())
         self._report_blocked()
+        self._look_at_links()
         for source, message in self._mailbox.poll():
             moved = True
             verb, content = pickle.loads(message)
             if verb == "stall":
                 self._post_stall(self._stalls.receive(source, content, self, time.monotonic()))
+            elif verb == "word":
+                self._links.heard(time.monotonic())
             elif verb in ("submit", "blocked", "running", "leave"):
                 self._coordinate(source, verb, content)
             else:
@@ -256,7 +263,7 @@ class Control:
             self._ended.set()
 
     def _report_blocked(self) -> None:
-        if self._leaving:
+        if self._left_at is not None:
             return
         with self._lock:
             alive: set[int | None] = set()
@@ -301,6 +308,15 @@ class Control:
     def _post_stall(self, messages: list[tuple[int, Message]]) -> None:
         for dest, message in messages:
             self._mailbox.post(dest, pickle.dumps(("stall", message)))
+
+    def _look_at_links(self) -> None:
+        since = [begin for begin, _ in self.waits()] if self._left_at is None else [self._left_at]
+        audience, lost = self._links.turn(since, time.monotonic())
+        for rank in audience:
+            self._mailbox.post(rank, pickle.dumps(("word", None)))
+        if lost is not None and self.lost is None:
+            self.lost = PeerLost(lost)
+            self.close(self.lost)
 
     # ---- waiting ------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hiercomm import config as configuration
-from hiercomm import connect, probe
+from hiercomm import connect, launcher, probe
 from hiercomm.allreduce import LANES, MIN_PIECE_BYTES, HierarchicalAllReduce
 from hiercomm.comm import mpi
 from hiercomm.comm.base import LocalBuffer, ReducingCommunicator, Work
@@ -37,6 +37,7 @@ from hiercomm.config import Config
 from hiercomm.control import Control
 from hiercomm.eager import EagerOperation
 from hiercomm.errors import CommError, NotInitialized, UsageError
+from hiercomm.links import Links, guarded
 from hiercomm.negotiate import Request, Waiting
 from hiercomm.progress import Pending, Progress, Task, drive
 from hiercomm.stalls import Limits, StallFinder
@@ -65,15 +66,16 @@ class Runtime:
         self._patience_s = config.stall_abort + _GIVE_UP_GRACE_S if config.stall_abort else math.inf
         self._control: Control | None = None
         self._progress: Progress | None = None
-        self.topology, self.hosts = connect.discover(config, world)
+        self.topology, hosts = connect.discover(config, world)
         self._groups = connect.connect(config, world, self.topology)
         if world is not None and world.size > 1:
             mailbox = world.mailbox()
             self._mailbox = mailbox
-            stalls = StallFinder(world.rank, self.hosts, Limits(config.stall_warn, config.stall_abort))
-            self._control = Control(mailbox, world.rank, world.size, self._wake, stalls=stalls)
+            stalls = StallFinder(world.rank, hosts.names, Limits(config.stall_warn, config.stall_abort))
+            links = Links(world.rank, hosts.names, hosts.owners, config.link_timeout)
+            self._control = Control(mailbox, world.rank, world.size, self._wake, stalls=stalls, links=links)
             self._progress = progress = Progress(self._poll, self._control.is_busy)
-            name = f"rank {world.rank} on {self.hosts[world.rank]}"
+            name = f"rank {world.rank} on {hosts.names[world.rank]}"
             self._watch = Watch(stalls, lambda: progress.turns, name, lambda: self.abort(1))
             self._watch.start()
 
@@ -242,6 +244,9 @@ class Runtime:
         except CommError:
             pass  # another rank ended early: there is nothing to report on
         self._control.leave()
+        if self._control.lost is not None:  # MPI could not be ended in peace
+            sys.stderr.write(f"hiercomm: {self._control.lost}; ending the job\n")
+            self.abort(1)
         self._watch.close()
         self._progress.close()
         self._control.close(CommError("hiercomm has been shut down"))
@@ -260,6 +265,8 @@ class Runtime:
         """End all ranks of the job."""
         if self._progress is not None:
             time.sleep(_ABORT_GRACE_S)
+            if self._control is not None and self._control.lost is not None:
+                launcher.end_daemon()
             self._abort_code = code
             self._progress.wake()
             time.sleep(5.0)
@@ -292,7 +299,8 @@ def init(comm: Any = None, process_sets: Any = None, **options: Any) -> None:
         if process_sets is not None:
             raise UsageError("process sets are not in this version of hiercomm yet: call init() without process_sets")
         config = Config.from_environment(**options)
-        runtime = Runtime(config, connect.find_world(comm))
+        with guarded(config.link_timeout):
+            runtime = Runtime(config, connect.find_world(comm))
         _limit_threads(runtime)
         _current = runtime
     if config.placement and runtime.topology.rank == 0:

@@ -22,6 +22,7 @@ VALUES = {
     "bucket_bytes": ("2MB", 2 * 2**20, 4096),
     "stall_warn": ("90s", 90.0, 5.0),
     "stall_abort": ("600", 600.0, 5.0),
+    "link_timeout": ("30", 30.0, 0.0),
     "cross_rate": ("200mbit", 200e6, 1e9),
     "cross_delay": ("5ms", 0.005, 0.25),
     "placement": ("1", True, False),

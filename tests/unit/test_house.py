@@ -39,6 +39,7 @@ LAYERS = (
         "connect",
         "eager",
         "reducer",
+        "links",
         "stalls",
         "watch",
         "rounds",
