@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hiercomm import config as configuration
-from hiercomm import launcher, topology
+from hiercomm import devices, launcher, topology
 from hiercomm.allreduce import HierarchicalAllReduce
 from hiercomm.comm import mpi
 from hiercomm.comm.base import Communicator, LocalBuffer, ReducingCommunicator, Work
@@ -318,6 +318,7 @@ def init(comm: Any = None, process_sets: Any = None, **options: Any) -> None:
         config = Config.from_environment(**options)
         runtime = Runtime(config, _world(comm))
         _limit_threads(runtime)
+        devices.warn_of_crowding(runtime.topology, runtime.all_gather_object)
         _current = runtime
     if config.placement and runtime.topology.rank == 0:
         print(f"hiercomm: {runtime.topology.describe()}", file=sys.stderr, flush=True)
