@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hiercomm import config as configuration
-from hiercomm import connect, launcher, probe
+from hiercomm import connect, devices, launcher, probe
 from hiercomm.allreduce import LANES, MIN_PIECE_BYTES, HierarchicalAllReduce
 from hiercomm.comm import mpi
 from hiercomm.comm.base import LocalBuffer, ReducingCommunicator, Work
@@ -302,6 +302,7 @@ def init(comm: Any = None, process_sets: Any = None, **options: Any) -> None:
         with guarded(config.link_timeout):
             runtime = Runtime(config, connect.find_world(comm))
         _limit_threads(runtime)
+        devices.warn_of_crowding(runtime.topology, runtime.all_gather_object)
         _current = runtime
     if config.placement and runtime.topology.rank == 0:
         print(f"hiercomm: {runtime.topology.describe()}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hiercomm import runtime
+from hiercomm import devices, runtime
 from hiercomm.allreduce import Exchange, HierarchicalAllReduce
 from hiercomm.bucket import Bucket, Spec, layout, plan
 from hiercomm.errors import ConfigError, UsageError
@@ -74,6 +74,8 @@ class _Part:
         context.agree(options.facts(mode) | self._facts(names, specs), name, "the optimizer")
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self._require_one_device(names, device)
+        if device.type == "cuda":
+            devices.warn_of_sharing(device, context.topology.rank, context.all_gather_object)
         groups = plan(specs, context.config.bucket_bytes)
         presence = presence_spec(len(specs))
         sizes = [(layout([specs[i] for i in g])[1], specs[g[0]].dtype) for g in groups]
