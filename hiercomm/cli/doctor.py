@@ -163,7 +163,7 @@ def _part(post: Post, comm: Communicator, facts: Facts, nodes: Mapping[int, str]
 def _assist(post: Post, comm: Communicator, facts: Facts) -> int:
     try:
         post.send(0, "facts", facts)
-        part = _part(post, comm, facts, post.receive(0, "nodes", 1.5 * _HELLO_S))
+        part = _part(post, comm, facts, post.receive(0, "nodes", _HELLO_S + 1.0))
         while True:
             what, arguments, limit_s = post.receive(0, "do", _ORDER_S)
             if what == "end":
@@ -227,6 +227,8 @@ class _Examiner:
                 if rank != 0:
                     self._post.send(rank, "nodes", nodes)
         self._part = _part(self._post, self._comm, self._own, nodes)
+        if silent:
+            time.sleep(3.0)  # they are about to say on which node they are
 
     @contextmanager
     def _within(self, seconds: float, what: str) -> Iterator[None]:

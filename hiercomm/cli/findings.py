@@ -145,10 +145,12 @@ def _interfaces(job: Job) -> Iterator[Finding]:
     if len(hosts) < 2 or not any((f.library or "").startswith("Open MPI") for f in hosts):
         return
     groups: dict[str, list[str]] = {}
-    for facts in hosts:
-        reason = _astray(facts)
-        if reason is not None:
-            groups.setdefault(reason, []).append(first[facts.machine])
+    stray = [(facts, reason) for facts in hosts if (reason := _astray(facts)) is not None]
+    for facts, reason in stray:
+        groups.setdefault(reason, []).append(first[facts.machine])
+    # A way that one host alone offers is not taken: no other host has an interface that seems to fit it.
+    if len(stray) == 1 and "OMPI_MCA_btl_tcp_if_include" not in stray[0][0].variables:
+        return
     for reason, names in groups.items():
         yield Finding("interface", f"{reason} (on {listing(names)})", _interface_fix(hosts))
 
@@ -167,9 +169,9 @@ def _astray(facts: Facts) -> str | None:
 
 
 def _interface_fix(hosts: Sequence[Facts]) -> str:
-    best = networks.suggestion([f.interfaces for f in hosts])
-    inside = ",".join(dict.fromkeys(name for f in hosts for name in networks.inside_only(f.interfaces)))
-    leave_out = f"OMPI_MCA_btl_tcp_if_exclude={inside}"
+    found = [facts.interfaces for facts in hosts]
+    best = networks.suggestion(found)
+    leave_out = f"OMPI_MCA_btl_tcp_if_exclude={','.join(networks.inside_only(found))}"
     if best is None:
         return f"unset OMPI_MCA_btl_tcp_if_include; export {leave_out}"
     nccl = "" if "/" in best else f" NCCL_SOCKET_IFNAME={best}"

@@ -159,9 +159,9 @@ def detour(found: Sequence[Interface], include: str | None, exclude: str | None)
     }
 
 
-def inside_only(found: Iterable[Interface]) -> list[str]:
-    """Names of the usable interfaces that lead to no other host, loopback last."""
-    names = [(i.kind == LOOPBACK, i.name) for i in found if i.is_usable and i.stays_inside]
+def inside_only(hosts: Iterable[Sequence[Interface]]) -> list[str]:
+    """Names of the usable interfaces of any host that lead to no other host, loopback last."""
+    names = {(i.kind == LOOPBACK, i.name) for host in hosts for i in host if i.is_usable and i.stays_inside}
     return [name for _, name in sorted(names)]
 
 

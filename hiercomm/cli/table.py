@@ -42,7 +42,8 @@ def record(job: Job, found: Sequence[Finding]) -> dict[str, Any]:
 def _head(job: Job) -> Iterator[str]:
     facts = job.facts[min(job.facts)]
     members = job.members()
-    yield f"hiercomm doctor: {_count(job.size, 'rank')} on {_count(len(members), 'node')}"
+    silent = f" ({_count(len(job.silent), 'rank')} silent)" if job.silent else ""
+    yield f"hiercomm doctor: {_count(job.size, 'rank')} on {_count(len(members), 'node')}{silent}"
     threads = "" if facts.thread_level is None else f", thread level {facts.thread_level}"
     yield f"  MPI         {facts.library or 'none'} ({facts.library_path or 'no path'}){threads}"
     by = "nobody: one rank alone" if facts.launcher is None and job.size == 1 else facts.launcher or "unknown"

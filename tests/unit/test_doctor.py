@@ -24,9 +24,7 @@ GIB = 2**30
 
 
 def eth(host: int, **changes: Any) -> Interface:
-    return dataclasses.replace(
-        Interface("eth0", "ethernet", address=f"10.0.0.{host}/24", speed_mbit=1000), **changes
-    )
+    return dataclasses.replace(Interface("eth0", "ethernet", address=f"10.0.0.{host}/24", speed_mbit=1000), **changes)
 
 
 def ib(host: int) -> Interface:
@@ -49,9 +47,7 @@ def fact(number: int = 1, **changes: Any) -> Facts:
 def job(*of_ranks: Facts, **changes: Any) -> Job:
     known = dict(enumerate(of_ranks))
     nodes, error = doctor.place(known, len(known))
-    return dataclasses.replace(
-        Job(size=len(known), facts=known, nodes=nodes, placement_error=error), **changes
-    )
+    return dataclasses.replace(Job(size=len(known), facts=known, nodes=nodes, placement_error=error), **changes)
 
 
 def two_by_two(**changes: Any) -> Job:
@@ -242,6 +238,12 @@ def test_interfaces_that_lead_nowhere(variables: dict[str, str], text: str):
     assert "OMPI_MCA_btl_tcp_if_include=eth0" in found.fix
 
 
+def test_a_bridge_on_one_host_alone_is_no_fault():
+    assert findings.diagnose(job(fact(1), fact(2, interfaces=(LO, DOCKER, eth(2))), fact(3))) == []
+    limited = fact(2, interfaces=(LO, DOCKER, eth(2)), variables={"OMPI_MCA_btl_tcp_if_include": "docker0"})
+    only(findings.diagnose(job(fact(1), limited, fact(3))), "interface")
+
+
 def test_the_wrong_interface_does_not_matter_inside_one_host():
     wrong = {"OMPI_MCA_btl_tcp_if_include": "docker0"}
     assert findings.diagnose(job(*(fact(1, interfaces=(LO, DOCKER, eth(1)), variables=wrong) for _ in range(4)))) == []
@@ -271,7 +273,7 @@ def test_suggestions():
     assert suggest([(LO, DOCKER), (LO, eth(1))]) is None
     assert suggest([(eth(1), eth(1, name="eth1", speed_mbit=25000, address="10.3.0.1/24")),
                     (eth(2), eth(2, name="eth1", address="10.3.0.2/24"))]) == "eth1"  # fmt: skip
-    assert networks.inside_only((LO, VIRBR, DOCKER, eth(1))) == ["docker0", "virbr0", "lo"]
+    assert networks.inside_only([(LO, VIRBR, eth(1)), (LO, DOCKER)]) == ["docker0", "virbr0", "lo"]
 
 
 def test_a_port_that_came_up_slowly():
@@ -320,7 +322,9 @@ def test_ranks_that_may_not_read_each_other(library: str, fix: str):
     found = only(findings.diagnose(boxed), "single-copy")
     assert "on n1 may not read each other's memory (a container" in found.fault and fix in found.fix
     for cured in ({"OMPI_MCA_smsc": "^cma"}, {"OMPI_MCA_btl_vader_single_copy_mechanism": "none"}):
-        assert findings.diagnose(dataclasses.replace(two_by_two(library=library, variables=cured), unreadable=[0])) == []
+        assert (
+            findings.diagnose(dataclasses.replace(two_by_two(library=library, variables=cured), unreadable=[0])) == []
+        )
     other = two_by_two(library="MPICH Version: 5.0.2", launcher=HYDRA)
     assert findings.diagnose(dataclasses.replace(other, unreadable=[0])) == []
 
