@@ -296,9 +296,16 @@ class _Examiner:
         for a, b in pairs:
             seen = results.get(min(leaders[a], leaders[b]), LinkResult("its end did not answer"))
             found[a, b] = Link(
-                a=names[a], b=names[b], error=seen.error, latency_s=seen.latency_s, bps=(seen.bps_to, seen.bps_from)
-            )
+                a=names[a], b=names[b], inside=self._are_inside(leaders[a], leaders[b]), error=seen.error,
+                latency_s=seen.latency_s, bps=(seen.bps_to, seen.bps_from),
+            )  # fmt: skip
         return found
+
+    def _are_inside(self, a: int, b: int) -> bool:
+        """Whether messages between two ranks stay in one host, and at its own speed."""
+        both = [self._job.facts[rank] for rank in (a, b)]
+        slowed = any((f.options or {}).get(name) for f in both for name in ("cross_rate", "cross_delay"))
+        return both[0].machine == both[1].machine and not slowed
 
     def _cross(self) -> None:
         if self._job.silent or any(link.error for link in self._job.links):

@@ -19,10 +19,14 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What the messages between two nodes did. `bps` is bit/s from `a` to `b` and back; None: not measured."""
+    """What the messages between two nodes did. `bps` is bit/s from `a` to `b` and back; None: not measured.
+
+    `inside`: both nodes are parts of one host, so what is slow is no link.
+    """
 
     a: str
     b: str
+    inside: bool = False
     error: str | None = None
     latency_s: float | None = None
     bps: tuple[float | None, float | None] = (None, None)

@@ -51,8 +51,9 @@ def usual_bps(links: Sequence[Link]) -> float | None:
 
 def slow(links: Sequence[Link]) -> dict[tuple[str, str], float]:
     """The directions that are much slower than usual."""
-    usual = usual_bps(links)
-    return {} if usual is None else {p: bps for p, bps in directions(links).items() if bps < SLOW * usual}
+    usual = usual_bps(links) or 0.0
+    real = directions([link for link in links if not link.inside])
+    return {pair: bps for pair, bps in real.items() if bps < SLOW * usual}
 
 
 def better(one: Link, other: Link) -> Link:
@@ -61,13 +62,14 @@ def better(one: Link, other: Link) -> Link:
         return other if one.error is None else one
     bps = tuple(max(a or 0.0, b or 0.0) for a, b in zip(one.bps, other.bps, strict=True))
     latency_s = min(one.latency_s or 0.0, other.latency_s or 0.0)
-    return Link(a=one.a, b=one.b, latency_s=latency_s, bps=(bps[0], bps[1]))
+    return Link(a=one.a, b=one.b, inside=one.inside, latency_s=latency_s, bps=(bps[0], bps[1]))
 
 
 def late(links: Sequence[Link]) -> list[Link]:
     """The links whose latency is much higher than that of most."""
     known = [link for link in links if link.latency_s is not None]
     usual = statistics.median_low([link.latency_s or 0.0 for link in known]) if len(known) > 1 else float("inf")
+    known = [link for link in known if not link.inside]
     return [link for link in known if (link.latency_s or 0.0) > max(_HIGH_TIMES * usual, usual + _HIGH_S)]
 
 
