@@ -75,6 +75,18 @@ def end_daemon() -> None:
                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
 
 
+def is_misfit(launcher: str, library: str) -> bool:
+    """Whether ranks that this launcher starts cannot meet if they load this MPI library.
+
+    Some libraries then end the process when MPI starts, others leave it alone in a world of one. `library` is what
+    MPI_Get_library_version says. Launchers that serve several libraries fit any.
+    """
+    is_open_mpi = re.match(r"Open MPI|IBM Spectrum MPI", library) is not None
+    if launcher == OPEN_MPI:
+        return not is_open_mpi
+    return is_open_mpi and launcher in (HYDRA, INTEL_MPI, MVAPICH)
+
+
 def _torchrun(environ: Mapping[str, str]) -> Claim | None:
     # RANK and WORLD_SIZE alone are set by many scripts and batch systems for their own ends.
     if "TORCHELASTIC_RUN_ID" not in environ:
