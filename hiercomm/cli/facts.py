@@ -20,8 +20,8 @@ import torch
 
 from hiercomm import __version__, launcher
 from hiercomm.cli import networks
+from hiercomm.cli.mpirun import in_container
 from hiercomm.cli.networks import Interface
-from hiercomm.cli.run import in_container
 from hiercomm.comm import mpi
 from hiercomm.config import Config
 from hiercomm.errors import ConfigError
