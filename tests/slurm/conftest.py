@@ -15,6 +15,8 @@ sys.path.insert(0, str(ROOT / "tests" / "jobs"))
 from job import BIN, PREAMBLE, Ended, Job  # noqa: E402
 
 CONFIGURATION = Path("/var/tmp/slurm-lab/slurm.conf")
+# The last test's nodes may still be completing: wait for them, rather than take others.
+NODES = "--nodelist=n1,n2"
 SUBMIT_AND_WAIT = 'job=$(sbatch --parsable "${@:2}") && exec "$1" wait "$job" 120'
 
 # What each rank finds, compared with what the launcher and MPI say.
@@ -72,7 +74,7 @@ def sbatch(tmp_path: Path) -> Callable[..., Ended]:
     def command(*words: str | Path) -> Ended:
         output = tmp_path / "output"
         lab_script = str(ROOT / "scripts" / "slurm-lab")
-        options = ["-D", str(ROOT), "--output", str(output), *map(str, words)]
+        options = ["-D", str(ROOT), "--output", str(output), NODES, *map(str, words)]
         ended = Job(["bash", "-c", SUBMIT_AND_WAIT, "-", lab_script, *options], environment(tmp_path)).end()
         written = output.read_text(errors="replace") if output.exists() else ""
         return Ended(ended.status, ended.output + written, ended.seconds)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LOOK, ROOT
+from conftest import LOOK, NODES, ROOT
 from job import BIN, Ended
 
-TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2")
+TWO_BY_TWO = (NODES, "--nodes=2", "--ntasks-per-node=2")
+TWO_AND_ONE = (NODES, "--nodes=2", "--ntasks=3")
 MNIST = ROOT / "scripts" / "examples" / "mnist.py"
 
 Run = Callable[..., Ended]
@@ -79,8 +80,8 @@ def test_ranks_dealt_out_to_the_nodes_in_turn(run: Run, write: Write) -> None:
 def test_unequal_nodes(run: Run, write: Write) -> None:
     script = write(LOOK)
     rows = ("n1    0-1 (2)", "n2    2 (1)", "cross: the first rank of each of 2 nodes")
-    placed(run("srun", "--nodes=2", "--ntasks=3", "--mpi=pmix", "python", script), *rows)
-    placed(run("salloc", "--nodes=2", "--ntasks=3", "hiercommrun", "-np", "3", script), *rows)
+    placed(run("srun", *TWO_AND_ONE, "--mpi=pmix", "python", script), *rows)
+    placed(run("salloc", *TWO_AND_ONE, "hiercommrun", "-np", "3", script), *rows)
 
 
 def test_hiercommrun_in_an_allocation_with_ranks_per_node(run: Run, write: Write) -> None:
