@@ -86,8 +86,14 @@ class Config:
     bucket_bytes: int = _option(
         25 * 2**20, parse_bytes, "Gradients are exchanged in flat buckets of at most about this size, like `25MB`."
     )
-    timeout_s: float = _option(
-        1800.0, parse_seconds, "A rank that waits longer than this for the others, in seconds, raises CommTimeout."
+    stall_warn: float = _option(
+        60.0, parse_seconds, "Rank 0 names who is late once a rank has waited this long, in seconds; `0`: never."
+    )
+    stall_abort: float = _option(
+        0.0, parse_seconds, "All ranks raise CommTimeout once one has waited this long, in seconds; `0`: never."
+    )
+    link_timeout: float = _option(
+        8.0, parse_seconds, "The job ends where a node leaves all messages unanswered for so many seconds; `0`: never."
     )
     cross_rate: float | None = _option(
         None, parse_rate, "Slow the links between nodes down to this rate, like `200mbit` (a bare number: bit/s)."
@@ -106,7 +112,9 @@ class Config:
             self.ranks_per_node is None or self.ranks_per_node > 0, "ranks_per_node", self.ranks_per_node, "at least 1"
         )
         _require(self.bucket_bytes > 0, "bucket_bytes", self.bucket_bytes, "a positive number of bytes")
-        _require(self.timeout_s > 0, "timeout_s", self.timeout_s, "a positive number of seconds")
+        for name in ("stall_warn", "stall_abort", "link_timeout"):
+            seconds = getattr(self, name)
+            _require(0 <= seconds < math.inf, name, seconds, "a number of seconds, or 0 for never")
         _require(
             self.cross_rate is None or 0 < self.cross_rate < math.inf,
             "cross_rate",
@@ -155,7 +163,9 @@ _LAUNCHER_ONLY = frozenset({"HIERCOMM_TORCH"})
 # Horovod's variables that mean something here; HIERCOMM_* ones win.
 _HOROVOD: dict[str, tuple[str, Callable[[str], Any]]] = {
     "HOROVOD_FUSION_THRESHOLD": ("bucket_bytes", lambda text: max(1, parse_bytes(text))),
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("timeout_s", lambda text: parse_seconds(text) or None),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_warn", parse_seconds),
+    "HOROVOD_STALL_CHECK_DISABLE": ("stall_warn", lambda text: 0.0 if _flag(text) else None),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("stall_abort", parse_seconds),
 }
 
 

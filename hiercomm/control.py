@@ -8,19 +8,22 @@ Knows nothing of tensors; `run` and `fail` of an operation are its owner's.
 from __future__ import annotations
 
 import concurrent.futures.thread
+import math
 import pickle
 import queue
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, final
 
 from hiercomm.comm.base import Mailbox, Work
 from hiercomm.errors import CommError, CommTimeout, HierCommError, PeerLost, RankMismatch
+from hiercomm.links import Links
 from hiercomm.negotiate import Blocked, Key, Negotiator, Request, Response, Waiting
+from hiercomm.stalls import Limits, Message, StallFinder
 
 COORDINATOR = 0
 _SLICE_S = 0.1  # how often a waiting thread looks whether anything has gone wrong
@@ -61,7 +64,8 @@ def _idle_threads() -> set[int]:
 class Control:
     """`poll` is called by the progress thread, all else by any thread. `wake` makes `poll` come soon.
 
-    `bystanders`: ids of threads that may yet communicate although they have not so far.
+    `bystanders`: ids of threads that may yet communicate although they have not so far. `stalls` finds out who
+    is late where somebody waits long, `links` which links are gone.
     """
 
     def __init__(
@@ -71,12 +75,16 @@ class Control:
         size: int,
         wake: Callable[[], None],
         bystanders: Callable[[], set[int | None]] = _non_daemons,
+        stalls: StallFinder | None = None,
+        links: Links | None = None,
     ) -> None:
         self._mailbox = mailbox
         self._rank = rank
         self._size = size
         self._wake = wake
         self._bystanders = bystanders
+        self._stalls = stalls or StallFinder(rank, [""] * size, Limits(0.0, 0.0))
+        self._links = links or Links(rank, [""] * size, {}, 0.0)
         self._negotiator = Negotiator(size) if rank == COORDINATOR else None
         self._lock = threading.Lock()
         self._operations: dict[Key, Operation] = {}
@@ -89,8 +97,9 @@ class Control:
         self._stuck = ""
         self.epoch = 0  # how often all ranks were told that none can go on
         self._ended = threading.Event()
-        self._leaving = False
+        self._left_at: float | None = None
         self._closed: CommError | None = None
+        self.lost: PeerLost | None = None  # a node that cannot be reached any more
 
     # ---- called by user threads -------------------------------------------------------------------
 
@@ -118,9 +127,9 @@ class Control:
             self._started[channel] = number = self._started.get(channel, 0) + 1
         return number
 
-    def wait(self, work: Work, waiting: Waiting, timeout_s: float) -> None:
+    def wait(self, work: Work, waiting: Waiting, timeout_s: float = math.inf) -> None:
         """Block until `work` completes. Raises what it raises; PeerLost where a rank that it needs has shut
-        down, RankMismatch where no rank can go on, CommTimeout after `timeout_s` seconds.
+        down, RankMismatch where no rank can go on, CommTimeout after `timeout_s` seconds or where all give up.
         """
         if work.is_completed():
             return
@@ -144,7 +153,7 @@ class Control:
 
     def leave(self) -> None:
         """Shut down: tell the others, then wait until all ranks have (the progress thread goes on)."""
-        self._leaving = True
+        self._left_at = time.monotonic()
         self._send("leave", dict(self._started))
         self._ended.wait()
 
@@ -178,10 +187,16 @@ class Control:
         while self._outgoing:
             self._to_coordinator(*self._outgoing.popleft())
         self._report_blocked()
+        self._look_for_stalls()
+        self._look_at_links()
         for source, message in self._mailbox.poll():
             moved = True
             verb, content = pickle.loads(message)
-            if verb in ("submit", "blocked", "running", "leave"):
+            if verb == "stall":
+                self._post_stall(self._stalls.receive(source, content, self, time.monotonic()))
+            elif verb == "word":
+                self._links.heard(time.monotonic())
+            elif verb in ("submit", "blocked", "running", "leave"):
                 self._coordinate(source, verb, content)
             else:
                 self._obey(verb, content)
@@ -242,11 +257,13 @@ class Control:
         elif verb == "stuck":
             self._stuck = content
             self.epoch += 1
+        elif verb == "give up":
+            self.close(CommTimeout(content))
         else:
             self._ended.set()
 
     def _report_blocked(self) -> None:
-        if self._leaving:
+        if self._left_at is not None:
             return
         with self._lock:
             alive: set[int | None] = set()
@@ -264,6 +281,42 @@ class Control:
             self._to_coordinator("blocked", blocked)
         else:
             self._to_coordinator("running", None)
+
+    # ---- who is late ------------------------------------------------------------------------------
+
+    def waits(self) -> list[tuple[float, Waiting]]:
+        """What threads of this rank wait for, each with the time since when."""
+        with self._lock:
+            return list(self._waiting.values())
+
+    def started(self) -> dict[int, int]:
+        """How many events of each channel this rank has begun."""
+        with self._lock:
+            return dict(self._started)
+
+    def missing(self, key: Key) -> Collection[int]:
+        """On the coordinator: who has not submitted `key`, for which others wait; nobody where it is carried out."""
+        assert self._negotiator is not None
+        return self._negotiator.missing(key)
+
+    def _look_for_stalls(self) -> None:
+        now = time.monotonic()
+        self._post_stall(self._stalls.turn(self, now))
+        if (sentence := self._stalls.verdict(now)) is not None:
+            self._to_all("give up", sentence)
+
+    def _post_stall(self, messages: list[tuple[int, Message]]) -> None:
+        for dest, message in messages:
+            self._mailbox.post(dest, pickle.dumps(("stall", message)))
+
+    def _look_at_links(self) -> None:
+        since = [begin for begin, _ in self.waits()] if self._left_at is None else [self._left_at]
+        audience, lost = self._links.turn(since, time.monotonic())
+        for rank in audience:
+            self._mailbox.post(rank, pickle.dumps(("word", None)))
+        if lost is not None and self.lost is None:
+            self.lost = PeerLost(lost)
+            self.close(self.lost)
 
     # ---- waiting ------------------------------------------------------------------------------------
 

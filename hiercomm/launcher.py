@@ -1,4 +1,4 @@
-"""What the variables of the launcher say about this process: pure, the environment is an argument.
+"""What the variables of the launcher say about this process, the environment being an argument; and its daemon.
 
 MPI itself is the truth about ranks. The launcher's claim is kept to compare with it: where the launcher and
 the MPI library do not fit together, every process is alone in a world of one and nothing else would say so.
@@ -7,9 +7,13 @@ Knows nothing of MPI, torch or the options of hiercomm.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 OPEN_MPI = "Open MPI's mpirun"
 MVAPICH = "MVAPICH's launcher"
@@ -21,6 +25,8 @@ SRUN_PMI2 = "srun --mpi=pmi2"
 SRUN_PMIX = "srun --mpi=pmix"
 SRUN = "srun"
 TORCHRUN = "torchrun"
+_DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
+_DAEMON_GRACE_S = 4
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,20 @@ def is_misfit(launcher: str, library: str) -> bool:
     if launcher == OPEN_MPI:
         return not is_open_mpi
     return is_open_mpi and launcher in (HYDRA, INTEL_MPI, MVAPICH)
+
+
+def end_daemon() -> None:
+    """Have the launcher's daemon on this node, which started this process, end in a few seconds if it has not by then.
+
+    Where the node is cut off, the daemon hears nothing from the launcher: it ends the ranks, and stays itself.
+    """
+    parent = os.getppid()
+    with contextlib.suppress(OSError):
+        comm = Path(f"/proc/{parent}/comm").read_text(encoding="utf-8").strip()
+        if comm in _DAEMONS:  # it may end this process, so another has to do it
+            late = f'sleep {_DAEMON_GRACE_S}; [ "$(cat /proc/{parent}/comm)" != {comm} ] || kill {parent}'
+            subprocess.Popen(["sh", "-c", late], start_new_session=True, stdin=subprocess.DEVNULL,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
 
 
 def _torchrun(environ: Mapping[str, str]) -> Claim | None:

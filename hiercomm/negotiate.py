@@ -7,7 +7,7 @@ threads, messages or tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -126,6 +126,11 @@ class Negotiator:
         # What it has submitted itself can still be carried out: it stays until all have left.
         missing = [next(iter(p.requests.values())) for p in self._pending.values() if rank not in p.requests]
         return [self._respond(r.key, error=_lost(r, [rank]), peer_lost=True) for r in missing]
+
+    def missing(self, key: Key) -> Collection[int]:
+        """Who has not submitted the operation that others have; nobody where none is pending."""
+        pending = self._pending.get(key)
+        return () if pending is None else set(range(self._size)) - pending.requests.keys()
 
     @property
     def all_gone(self) -> bool:

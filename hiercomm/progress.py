@@ -110,6 +110,7 @@ class Progress:
         self._wake = threading.Event()
         self._stop = False
         self._error: BaseException | None = None
+        self.turns = 0  # grows as long as the thread is not stuck in a call
         self._thread = threading.Thread(target=self._run, name="hiercomm-progress", daemon=True)
         self._thread.start()
 
@@ -143,6 +144,7 @@ class Progress:
     def _run(self) -> None:
         sleep_s = _BUSY_SLEEP_S[0]
         while not self._stop:
+            self.turns += 1
             self._wake.clear()
             try:
                 moved = self._poll() | self._advance()

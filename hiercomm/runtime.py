@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import itertools
+import math
 import os
 import pickle
 import socket
@@ -26,24 +27,26 @@ import torch
 from torch import Tensor
 
 from hiercomm import config as configuration
-from hiercomm import launcher, topology
+from hiercomm import connect, launcher
 from hiercomm.allreduce import HierarchicalAllReduce
 from hiercomm.comm import mpi
-from hiercomm.comm.base import Communicator, LocalBuffer, ReducingCommunicator, Work
-from hiercomm.comm.loopback import Loopback
+from hiercomm.comm.base import LocalBuffer, ReducingCommunicator, Work
 from hiercomm.comm.shm import SharedMemory
-from hiercomm.comm.throttle import Link, Throttled
 from hiercomm.comm.torchdist import TorchDistributed
 from hiercomm.config import Config
 from hiercomm.control import Control
-from hiercomm.eager import Communicators, EagerOperation
-from hiercomm.errors import CommError, ConfigError, ConfigMismatch, NotInitialized, UsageError
+from hiercomm.eager import EagerOperation
+from hiercomm.errors import CommError, NotInitialized, UsageError
+from hiercomm.links import Links, guarded
 from hiercomm.negotiate import Request, Waiting
 from hiercomm.progress import Pending, Progress, Task, drive
+from hiercomm.stalls import Limits, StallFinder
 from hiercomm.timing import Timing
-from hiercomm.topology import Topology
+from hiercomm.watch import Watch
 
 _ABORT_GRACE_S = 0.5  # other ranks may be about to say the same: let them
+_GIVE_UP_GRACE_S = 10.0  # rank 0 decides when all give up; a rank that it cannot tell does so later
+_GROUP_TIMEOUT_S = 7 * 86400.0  # torch's own limit inside a node: a slow rank is no error
 
 
 @final
@@ -59,51 +62,21 @@ class Runtime:
         self._tags = itertools.count(step=2)
         self._unnamed: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self._pid = os.getpid()
+        self._patience_s = config.stall_abort + _GIVE_UP_GRACE_S if config.stall_abort else math.inf
         self._control: Control | None = None
         self._progress: Progress | None = None
-        self.topology = self._discover()
-        self._comms = self._connect()
+        self.topology, hosts = connect.discover(config, world)
+        self._groups = connect.connect(config, world, self.topology)
         if world is not None and world.size > 1:
             mailbox = world.mailbox()
             self._mailbox = mailbox
-            self._control = Control(mailbox, world.rank, world.size, self._wake)
-            self._progress = Progress(self._poll, self._control.is_busy)
-
-    # ---- set-up -----------------------------------------------------------------------------------
-
-    def _discover(self) -> Topology:
-        world = self._world
-        if world is None:
-            return topology.discover([self.config.node or socket.gethostname()], 0)
-        facts = world.all_gather((self.config.shared(), self.config.node))
-        _compare([shared for shared, _ in facts], "the configuration (HIERCOMM_* variables or arguments of init)")
-        names = topology.name_nodes(
-            world.all_gather(world.host()), [node for _, node in facts], self.config.ranks_per_node
-        )
-        return topology.discover(names, world.rank)
-
-    def _connect(self) -> Communicators:
-        t, world = self.topology, self._world
-        if world is None or world.size == 1:
-            alone = Loopback(1)
-            return Communicators(t, alone.communicator(0), alone.communicator(0), None)
-        # Of unequal nodes the first ranks alone cross; the group of the others has no use.
-        crosses = len(t.nodes) > 1 and (t.is_homogeneous or t.local_rank == 0)
-        throttled = self._throttle(t.local_size if t.is_homogeneous else 1)
-        far = [r for r in range(t.size) if r not in t.local_ranks]
-        every = throttled(world.communicator(range(t.size)), far)
-        local = world.communicator(t.local_ranks)
-        cross = throttled(world.communicator(t.cross_ranks), None) if crosses else None
-        self._bucket_cross = throttled(world.communicator(t.cross_ranks), None) if crosses else None
-        return Communicators(t, every, local, cross)
-
-    def _throttle(self, sharers: int) -> Callable[[Communicator, Sequence[int] | None], Communicator]:
-        """How communicators are wrapped: `sharers` ranks of this node share one link to the other nodes."""
-        rate, delay = self.config.cross_rate, self.config.cross_delay
-        if rate is None and delay is None:
-            return lambda comm, far: comm
-        link = Link(None if rate is None else rate / sharers, delay or 0.0)
-        return lambda comm, far: Throttled(comm, link=link, far=far)
+            stalls = StallFinder(world.rank, hosts.names, Limits(config.stall_warn, config.stall_abort))
+            links = Links(world.rank, hosts.names, hosts.owners, config.link_timeout)
+            self._control = Control(mailbox, world.rank, world.size, self._wake, stalls=stalls, links=links)
+            self._progress = progress = Progress(self._poll, self._control.is_busy)
+            name = f"rank {world.rank} on {hosts.names[world.rank]}"
+            self._watch = Watch(stalls, lambda: progress.turns, name, lambda: self.abort(1))
+            self._watch.start()
 
     def _require_same_process(self) -> None:
         if os.getpid() != self._pid:
@@ -126,7 +99,7 @@ class Runtime:
     def submit(self, request: Request, data: Tensor, divisor: int = 1) -> Pending:
         """Begin an operation on a contiguous CPU tensor; its `result` is there when it completes."""
         self._require_same_process()
-        operation = EagerOperation(request, data, divisor, self._comms, self._spawn)
+        operation = EagerOperation(request, data, divisor, self._groups.eager, self._spawn)
         if self._control is None:
             rows = (data.shape[0] if data.dim() else 1,)
             operation.pending.finish(drive(operation.task(0, rows)))
@@ -143,7 +116,7 @@ class Runtime:
         if self._control is None:
             pending.wait()
         else:
-            self._control.wait(pending, Waiting(str(request), key=request.key), self.config.timeout_s)
+            self._control.wait(pending, Waiting(str(request), key=request.key), self._patience_s)
         return pending.result
 
     def unnamed(self, kind: str) -> str:
@@ -168,7 +141,7 @@ class Runtime:
     def agree(self, facts: dict[str, Any], name: str, what: str) -> None:
         """Raise ConfigMismatch on every rank, naming the first differing field, unless all have the same facts."""
         if len(set(self.all_gather_object(hashlib.sha256(repr(facts).encode()).digest(), f"{name}.digest"))) > 1:
-            _compare(self.all_gather_object(facts, f"{name}.facts"), what)
+            connect.compare(self.all_gather_object(facts, f"{name}.facts"), what)
 
     # ---- optimizers -------------------------------------------------------------------------------
 
@@ -211,7 +184,7 @@ class Runtime:
         t, exchange = self.topology, self._local_exchange(name)
         if kind == "shm":
             return SharedMemory(t.local_rank, t.local_size, exchange)
-        return TorchDistributed(kind, t.local_rank, t.local_size, exchange, self.config.timeout_s)
+        return TorchDistributed(kind, t.local_rank, t.local_size, exchange, min(self._patience_s, _GROUP_TIMEOUT_S))
 
     def new_channel(self) -> int:
         """The number of the next stream of events; the same on all ranks that wrap in the same order."""
@@ -225,7 +198,7 @@ class Runtime:
         """The hierarchical all-reduce over `level` and the nodes."""
         assert self._progress is not None
         local = level if self.topology.local_size > 1 else None
-        return HierarchicalAllReduce(self.topology, local, self._bucket_cross, self._progress, self.timing)
+        return HierarchicalAllReduce(self.topology, local, self._groups.buckets, self._progress, self.timing)
 
     def count(self, channel: int) -> int:
         """This rank begins the next event of `channel`. Returns its number."""
@@ -236,7 +209,7 @@ class Runtime:
     def wait_counted(self, work: Work, channel: int, number: int, what: str) -> None:
         """Block until `work` completes, which needs every rank to begin event `number` of `channel`."""
         assert self._control is not None
-        self._control.wait(work, Waiting(what, channel=channel, number=number), self.config.timeout_s)
+        self._control.wait(work, Waiting(what, channel=channel, number=number), self._patience_s)
 
     @property
     def progress_thread(self) -> int | None:
@@ -256,6 +229,10 @@ class Runtime:
         except CommError:
             pass  # another rank ended early: there is nothing to report on
         self._control.leave()
+        if self._control.lost is not None:  # MPI could not be ended in peace
+            sys.stderr.write(f"hiercomm: {self._control.lost}; ending the job\n")
+            self.abort(1)
+        self._watch.close()
         self._progress.close()
         self._control.close(CommError("hiercomm has been shut down"))
         self._mailbox.close()
@@ -273,21 +250,12 @@ class Runtime:
         """End all ranks of the job."""
         if self._progress is not None:
             time.sleep(_ABORT_GRACE_S)
+            if self._control is not None and self._control.lost is not None:
+                launcher.end_daemon()
             self._abort_code = code
             self._progress.wake()
             time.sleep(5.0)
         os._exit(code)
-
-
-def _compare(facts: Sequence[dict[str, Any]], what: str) -> None:
-    """Raise ConfigMismatch where the dictionaries differ: the field, the values and the ranks."""
-    for field in dict.fromkeys(key for fact in facts for key in fact):
-        values: dict[str, list[int]] = {}
-        for rank, fact in enumerate(facts):
-            values.setdefault(repr(fact.get(field)), []).append(rank)
-        if len(values) > 1:
-            parts = ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in values.items())
-            raise ConfigMismatch(f"{what} differs between ranks in {field}: {parts}. It must be the same on all ranks.")
 
 
 # ---- the process-wide instance ------------------------------------------------------------------------
@@ -316,26 +284,12 @@ def init(comm: Any = None, process_sets: Any = None, **options: Any) -> None:
         if process_sets is not None:
             raise UsageError("process sets are not in this version of hiercomm yet: call init() without process_sets")
         config = Config.from_environment(**options)
-        runtime = Runtime(config, _world(comm))
+        with guarded(config.link_timeout):
+            runtime = Runtime(config, connect.find_world(comm))
         _limit_threads(runtime)
         _current = runtime
     if config.placement and runtime.topology.rank == 0:
         print(f"hiercomm: {runtime.topology.describe()}", file=sys.stderr, flush=True)
-
-
-def _world(comm: Any) -> mpi.MpiWorld | None:
-    claim = launcher.claim(configuration.process_environment())
-    reason = mpi.available()
-    if reason is not None:
-        if comm is not None:
-            raise ConfigError(f"init(comm=...) needs MPI, which cannot be used: {reason}")
-        if claim is not None and claim.size > 1:
-            raise ConfigError(f"{launcher.disagreement(claim, 1)} (MPI cannot be used: {reason})")
-        return None
-    world = mpi.connect(comm)
-    if comm is None and claim is not None and claim.size > 1 and world.size == 1:
-        raise ConfigError(launcher.disagreement(claim, world.size))
-    return world
 
 
 def _limit_threads(runtime: Runtime) -> None:

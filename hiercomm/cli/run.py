@@ -8,7 +8,6 @@ the user has said nothing. Knows nothing of ranks, torch or mpi4py.
 from __future__ import annotations
 
 import argparse
-import enum
 import os
 import re
 import shlex
@@ -20,24 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hiercomm import __version__
-from hiercomm.config import MPI_DEFAULTS, process_environment
+from hiercomm.cli import guard
+from hiercomm.cli.hosts import Host, check_hosts, parse_hosts
+from hiercomm.cli.mpirun import Kind, find_mpirun, in_container, recognise
+from hiercomm.config import MPI_DEFAULTS, Config, process_environment
 from hiercomm.errors import ConfigError
-
-
-class Kind(enum.Enum):
-    """The families of mpirun, as far as their command lines differ."""
-
-    OPEN_MPI_4 = "Open MPI 4"
-    OPEN_MPI_5 = "Open MPI 5"
-    HYDRA = "Hydra"  # MPICH, Intel MPI, MVAPICH
-
-
-@dataclass(frozen=True)
-class Host:
-    """A machine, and how many ranks it takes."""
-
-    name: str
-    slots: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +76,9 @@ def build_command(
         env["HIERCOMM_RANKS_PER_NODE"] = str(options.ranks_per_node)
     for name, value in _default_variables(options, kind, environ, max(1, cores // place.local_ranks), in_container):
         env.setdefault(name, value)
+    if place.nodes != 1 and kind is not Kind.HYDRA:
+        prefix = "OMPI_MCA_" if kind is Kind.OPEN_MPI_4 else "PRTE_MCA_"
+        env = {**dict(guard.variables(_link_timeout(env), prefix)), **env}
     words = _hydra(options, place) if kind is Kind.HYDRA else _open_mpi(options, kind, place, env, is_root)
     return [mpirun, *words, *options.mpi_args, *options.command], env
 
@@ -202,6 +191,10 @@ def _given(mpi_args: Sequence[str]) -> set[str]:
     return {word.lstrip("-").partition("=")[0] for word in mpi_args if word.startswith("-")}
 
 
+def _link_timeout(env: Mapping[str, str]) -> float:
+    return Config.from_environment({k: v for k, v in env.items() if k == "HIERCOMM_LINK_TIMEOUT"}).link_timeout
+
+
 def _in_allocation(environ: Mapping[str, str]) -> bool:
     return any(name in environ for name in _ALLOCATIONS)
 
@@ -242,20 +235,6 @@ def parse(argv: Sequence[str]) -> Options:
     )
 
 
-def parse_hosts(items: Sequence[str]) -> tuple[Host, ...]:
-    """Hosts from 'name', 'name:2' or 'name slots=2'; one named again gets the slots of both. Raises ConfigError."""
-    slots: dict[str, int] = {}
-    for item in items:
-        match = re.fullmatch(r"(\w[\w.-]*)(?::(\d{1,6})|\s+slots\s*=\s*(\d{1,6})(?:\s.*)?)?", item.strip(), re.ASCII)
-        number = 0 if match is None else int(match[2] or match[3] or 1)
-        if match is None or number < 1:
-            raise ConfigError(f"host {item.strip()!r} is not of the form name:slots, such as node1:4")
-        slots[match[1]] = slots.get(match[1], 0) + number
-    if not slots:
-        raise ConfigError("the list of hosts names none")
-    return tuple(Host(name, number) for name, number in slots.items())
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "hiercommrun",
@@ -274,7 +253,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-filename", metavar="DIR", help="write the output of each rank into a file of its own there")
     add("--mpi-args", default="", metavar="ARGS", help="more arguments for mpirun, in one word: --mpi-args='--mca a b'")
     add("--fusion-threshold-mb", metavar="MB", help="size of the buckets (HIERCOMM_BUCKET_BYTES)")
-    add("--stall-check-shutdown-time-seconds", metavar="S", help="how long a rank may wait (HIERCOMM_TIMEOUT_S)")
+    add("--stall-check-warning-time-seconds", metavar="S", help="when to name who is late (HIERCOMM_STALL_WARN)")
+    add("--no-stall-check", dest="stall_check_warning_time_seconds", action="store_const", const="0", help="never do")
+    add("--stall-check-shutdown-time-seconds", metavar="S", help="when to give up (HIERCOMM_STALL_ABORT)")
     add("--report", action="store_true", help="print where the time went, at the end (HIERCOMM_REPORT=1)")
     add("--dry-run", action="store_true", help="print the command and the variables it sets; start nothing")
     add("--verbose", action="store_true", help="print them, then start")
@@ -297,10 +278,10 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
         variables["HIERCOMM_REPORT"] = "1"
     if given.fusion_threshold_mb is not None:
         variables["HIERCOMM_BUCKET_BYTES"] = str(_positive(given.fusion_threshold_mb, "--fusion-threshold-mb") * 2**20)
-    # Horovod's 0 means no limit of one's own.
-    if given.stall_check_shutdown_time_seconds not in (None, "0"):
-        seconds = _positive(given.stall_check_shutdown_time_seconds, "--stall-check-shutdown-time-seconds")
-        variables["HIERCOMM_TIMEOUT_S"] = str(seconds)
+    for name, part in (("WARN", "warning"), ("ABORT", "shutdown")):
+        seconds, flag = getattr(given, f"stall_check_{part}_time_seconds"), f"--stall-check-{part}-time-seconds"
+        if seconds is not None:  # 0: never
+            variables[f"HIERCOMM_STALL_{name}"] = seconds if seconds == "0" else str(_positive(seconds, flag))
     return variables
 
 
@@ -335,22 +316,15 @@ def _command(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def find_mpirun(environ: Mapping[str, str], beside: Path) -> str | None:
-    """The mpirun installed with this Python, whose library mpi4py finds first too; else the one on PATH."""
-    folders = (str(beside), environ.get("PATH", os.defpath))
-    found = (shutil.which(name, path=folder) for folder in folders for name in ("mpirun", "mpiexec"))
-    return next((path for path in found if path is not None), None)
-
-
-def recognise(version: str, mpirun: str = "mpirun") -> Kind:
-    """The family of mpirun from what `mpirun --version` prints. Raises ConfigError for an unknown one."""
-    match = re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)", version)
-    if match is not None:
-        return Kind.OPEN_MPI_4 if int(match[1]) < 5 else Kind.OPEN_MPI_5
-    if re.search(r"HYDRA|Intel\(R\) MPI", version):
-        return Kind.HYDRA
-    first = version.strip().partition("\n")[0]
-    raise ConfigError(f"{mpirun} is of no known MPI: --version prints {first!r}")
+def remote_shell(options: Options, kind: Kind, env: Mapping[str, str]) -> list[str] | None:
+    """The command by which mpirun will start something on the hosts, where that is known: ssh or the user's own."""
+    own = "HYDRA_LAUNCHER" in env or any(re.search("launcher|plm_", word) for word in options.mpi_args)
+    if not options.hosts or own or _in_allocation(env):
+        return None
+    agent = {Kind.OPEN_MPI_4: "OMPI_MCA_plm_rsh_agent", Kind.OPEN_MPI_5: "PRTE_MCA_plm_ssh_agent"}.get(kind, "")
+    if agent in env:
+        return shlex.split(env[agent])
+    return ["ssh", "-o", "BatchMode=yes", *options.ssh]
 
 
 def shell_line(argv: Sequence[str], env: Mapping[str, str], environ: Mapping[str, str]) -> str:
@@ -385,13 +359,11 @@ def _start(options: Options, environ: dict[str, str]) -> int:
         print(shell_line(command, env, environ), file=sys.stdout if options.dry_run else sys.stderr, flush=True)
     if options.dry_run:
         return 0
+    shell = remote_shell(options, kind, env)
+    if shell is not None:
+        check_hosts([host.name for host in options.hosts], shell, env)
     if options.output_filename:
         os.makedirs(options.output_filename, exist_ok=True)  # Hydra does not
+    if _place(options, environ, cores).nodes != 1:
+        guard.start(_link_timeout(env), [host.name for host in options.hosts])
     os.execvpe(mpirun, command, env)
-
-
-def in_container(environ: Mapping[str, str]) -> bool:
-    """Whether this process sees the marks that Docker, Podman, Kubernetes or Apptainer leave."""
-    marks = ("container", "KUBERNETES_SERVICE_HOST", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
-    files = ("/.dockerenv", "/run/.containerenv")
-    return any(name in environ for name in marks) or any(os.path.exists(path) for path in files)

@@ -41,8 +41,10 @@ class _Exchanges:
         self._numbers: dict[int, int] = {}
 
     def start(self, bucket: Bucket) -> Exchange:
-        self._numbers[id(bucket.buffer)] = self._runtime.count(self._starts)
-        what = f"the exchange of bucket {bucket.index} of {self._owner} (optimizer {self._starts // 2 + 1})"
+        self._numbers[id(bucket.buffer)] = number = self._runtime.count(self._starts)
+        # Steps count from 0, as people's loops do.
+        step, optimizer = (number - 1) // len(self._tags), self._starts // 2 + 1
+        what = f"the exchange of bucket {bucket.index} in step {step} of {self._owner} (optimizer {optimizer})"
         return self._engine.start(bucket.buffer, bucket.op, bucket.divisor, self._tags[bucket.index], what)
 
     def finish(self, exchange: Exchange) -> None:

@@ -20,7 +20,9 @@ VALUES = {
     "ranks_per_node": ("3", 3, 2),
     "local": ("gloo", "gloo", "shm"),
     "bucket_bytes": ("2MB", 2 * 2**20, 4096),
-    "timeout_s": ("90s", 90.0, 5.0),
+    "stall_warn": ("90s", 90.0, 5.0),
+    "stall_abort": ("600", 600.0, 5.0),
+    "link_timeout": ("30", 30.0, 0.0),
     "cross_rate": ("200mbit", 200e6, 1e9),
     "cross_delay": ("5ms", 0.005, 0.25),
     "placement": ("1", True, False),
@@ -49,8 +51,11 @@ def test_argument_beats_environment_beats_default(name):
     [
         ("HOROVOD_FUSION_THRESHOLD", "67108864", "bucket_bytes", 2**26),
         ("HOROVOD_FUSION_THRESHOLD", "0", "bucket_bytes", 1),
-        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "60", "timeout_s", 60.0),
-        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0", "timeout_s", Config().timeout_s),  # Horovod's "never"
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "30", "stall_warn", 30.0),
+        ("HOROVOD_STALL_CHECK_DISABLE", "1", "stall_warn", 0.0),
+        ("HOROVOD_STALL_CHECK_DISABLE", "0", "stall_warn", Config().stall_warn),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "60", "stall_abort", 60.0),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0", "stall_abort", 0.0),  # never, as here
     ],
 )
 def test_horovods_variable_beats_the_default_only(horovod, text, name, meant):
@@ -70,7 +75,7 @@ def test_other_programs_variables_are_ignored():
     ("wrong", "nearest"),
     [
         ("HIERCOMM_BUCKET_BYTE", "HIERCOMM_BUCKET_BYTES"),
-        ("HIERCOMM_TIMEOUT", "HIERCOMM_TIMEOUT_S"),
+        ("HIERCOMM_STALL_WARNING", "HIERCOMM_STALL_WARN"),
         ("HIERCOMM_RANKS_PER_HOST", "HIERCOMM_RANKS_PER_NODE"),
         ("HIERCOMM_CROSSRATE", "HIERCOMM_CROSS_RATE"),
     ],
@@ -87,9 +92,9 @@ def test_unknown_variable_names_itself_and_the_nearest(wrong, nearest):
     [
         ("HIERCOMM_BUCKET_BYTES", "25 apples"),
         ("HIERCOMM_BUCKET_BYTES", "1e400"),
-        ("HIERCOMM_TIMEOUT_S", "soon"),
-        ("HIERCOMM_TIMEOUT_S", "-1"),
-        ("HIERCOMM_TIMEOUT_S", "1.2.3"),
+        ("HIERCOMM_STALL_WARN", "soon"),
+        ("HIERCOMM_STALL_ABORT", "-1"),
+        ("HIERCOMM_STALL_ABORT", "1.2.3"),
         ("HIERCOMM_CROSS_RATE", "fast"),
         ("HIERCOMM_CROSS_RATE", "5ms"),
         ("HIERCOMM_CROSS_DELAY", "200mbit"),
@@ -100,6 +105,7 @@ def test_unknown_variable_names_itself_and_the_nearest(wrong, nearest):
         ("HIERCOMM_RANKS_PER_NODE", "2.0"),
         ("HOROVOD_FUSION_THRESHOLD", "big"),
         ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "never"),
+        ("HOROVOD_STALL_CHECK_DISABLE", "perhaps"),
     ],
 )
 def test_malformed_value_names_variable_and_value(name, text):
@@ -114,8 +120,9 @@ def test_malformed_value_names_variable_and_value(name, text):
         ("local", "mpi"),
         ("ranks_per_node", 0),
         ("bucket_bytes", 0),
-        ("timeout_s", 0.0),
-        ("timeout_s", float("nan")),
+        ("stall_warn", -1.0),
+        ("stall_warn", float("nan")),
+        ("stall_abort", float("inf")),
         ("cross_rate", 0.0),
         ("cross_rate", float("inf")),
         ("cross_rate", float("nan")),
@@ -131,7 +138,7 @@ def test_value_out_of_range_names_field_and_value(name, value):
     assert "must be" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["local", "timeout_s", "cross_rate", "ranks_per_node", "node"])
+@pytest.mark.parametrize("name", ["local", "bucket_bytes", "cross_rate", "ranks_per_node", "node"])
 def test_value_out_of_range_in_the_environment_names_its_field(name):
     text = {"local": "mpi", "node": ""}.get(name, "0")
     with pytest.raises(ConfigError) as caught:
@@ -222,11 +229,11 @@ def test_options_table_has_a_row_for_each_field():
 def test_the_environment_of_this_process_is_the_default_source(monkeypatch):
     for name in [n for n in os.environ if n.startswith(("HIERCOMM_", "HOROVOD_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("HIERCOMM_TIMEOUT_S", "12")
-    assert Config.from_environment() == Config(timeout_s=12.0)
+    monkeypatch.setenv("HIERCOMM_STALL_WARN", "12")
+    assert Config.from_environment() == Config(stall_warn=12.0)
     copy = config.process_environment()
-    copy["HIERCOMM_TIMEOUT_S"] = "13"
-    assert os.environ["HIERCOMM_TIMEOUT_S"] == "12"
+    copy["HIERCOMM_STALL_WARN"] = "13"
+    assert os.environ["HIERCOMM_STALL_WARN"] == "12"
 
 
 def test_mpi_defaults_leave_the_users_choice(monkeypatch):

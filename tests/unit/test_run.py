@@ -298,7 +298,20 @@ def test_flags_that_are_variables_beat_the_environment(script):
     _, env = build_command(options, "mpirun", Kind.OPEN_MPI_5, environ, 2, False)
     assert env["HIERCOMM_REPORT"] == "1"
     assert env["HIERCOMM_BUCKET_BYTES"] == str(8 * 2**20)
-    assert env["HIERCOMM_TIMEOUT_S"] == "90"
+    assert env["HIERCOMM_STALL_ABORT"] == "90"
+    assert "HIERCOMM_STALL_WARN" not in env
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        (["--stall-check-warning-time-seconds", "30"], {"HIERCOMM_STALL_WARN": "30"}),
+        (["--no-stall-check"], {"HIERCOMM_STALL_WARN": "0"}),
+        (["--stall-check-shutdown-time-seconds", "0"], {"HIERCOMM_STALL_ABORT": "0"}),
+    ],
+)
+def test_the_flags_about_stalls(script, flags, variables):
+    assert parse(["-np", "2", *flags, script]).variables == variables
 
 
 def test_a_program_other_than_a_script(script):
