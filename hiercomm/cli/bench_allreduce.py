@@ -132,7 +132,7 @@ def run_overlap(options: argparse.Namespace) -> tuple[int, list[Record]]:
     records: list[Record] = []
     for nbytes in map(parse_bytes, (options.sizes or "64MB").split(",")):
         _, begin, end = _bucket_parts(torch.float32, nbytes)
-        overlap = _Overlap(world, begin, end)
+        overlap = _Overlap(world, begin, end, nbytes * 20e-9)
         medians = overlap.measure(max(3, options.repeat // 3))
         shorter = min(medians["exchange"], medians["compute"])
         hidden = (medians["exchange"] + medians["compute"] - medians["both"]) / shorter
@@ -150,14 +150,17 @@ def run_overlap(options: argparse.Namespace) -> tuple[int, list[Record]]:
 
 @final
 class _Overlap:
-    """An exchange and a computation of 1.2 s or more, each alone and both at once."""
+    """An exchange and a somewhat longer computation, of `least_s` at least, each alone and both at once."""
 
-    def __init__(self, world: mpi.MpiWorld, begin: Callable[[], Exchange], end: Callable[[Exchange], None]) -> None:
+    def __init__(
+        self, world: mpi.MpiWorld, begin: Callable[[], Exchange], end: Callable[[Exchange], None], least_s: float
+    ) -> None:
         self._world = world
         self._begin, self._end = begin, end
         self._count = 1
-        while (seconds := self._slowest(self._compute)) < 1.2:
-            self._count = max(self._count + 1, int(self._count * 1.3 / max(seconds, 0.05)))
+        wanted = max(least_s, 1.2 * min(self._slowest(lambda: end(begin())) for _ in range(2)))
+        while (seconds := self._slowest(self._compute)) < wanted:
+            self._count = max(self._count + 1, int(self._count * 1.1 * wanted / max(seconds, wanted / 20)))
 
     def measure(self, repeat: int) -> dict[str, float]:
         """Median seconds of the slowest rank; `alone` and `alone_beside` are rank 0's computation."""

@@ -29,7 +29,7 @@ from hiercomm.errors import ConfigError
 _SHM = Path("/dev/shm")
 # Variables that decide which way messages take; others of the environment are nobody's business.
 _VARIABLES = re.compile(
-    r"(OMPI_MCA_(btl|pml|smsc)|MPI4PY_|NCCL_|GLOO_|UCX_NET|FI_|MPIR_CVAR_|HIERCOMM_|HOROVOD_|OMP_NUM_THREADS)"
+    r"(OMPI_MCA_(btl|pml)|MPI4PY_|NCCL_|GLOO_|UCX_NET|FI_|MPIR_CVAR_|HIERCOMM_|HOROVOD_|OMP_NUM_THREADS)"
 )
 _LAUNCHERS = re.compile(r"mpirun|mpiexec|orterun|orted|prterun|prted|hydra_|pmi_proxy|slurmstepd|palsd|torchrun")
 

@@ -23,10 +23,9 @@ from hiercomm.allreduce import two_phase
 from hiercomm.cli.facts import may_read_memory
 from hiercomm.comm.base import Communicator, Mailbox, ReducingCommunicator, Work
 from hiercomm.comm.shm import SharedMemory
-from hiercomm.comm.throttle import Link as SlowLink
-from hiercomm.comm.throttle import Throttled
 from hiercomm.comm.torchdist import TorchDistributed
 from hiercomm.config import Config
+from hiercomm.connect import throttle
 from hiercomm.errors import CommError, CommTimeout
 from hiercomm.topology import Topology
 
@@ -139,8 +138,9 @@ class Rank:
         self._topology = topology
         self._config = config
         far = [rank for rank in range(topology.size) if rank not in topology.local_ranks]
-        self._alone = _slowed(comm, config, far, sharers=1)
-        self._shared = _slowed(comm, config, far, sharers=topology.local_size if topology.is_homogeneous else 1)
+        # As training sees the links: slowed down where the options say so.
+        self._alone = throttle(config, 1)(comm, far)
+        self._shared = throttle(config, topology.local_size if topology.is_homogeneous else 1)(comm, far)
 
     def run(self, what: str, *arguments: Any) -> Any:
         """Carry out one exercise. Returns a result in which any error is a sentence."""
@@ -243,7 +243,7 @@ class Rank:
         """One step of a wrapped optimizer: everything that training uses, over all ranks. Collective."""
         result = SumResult("all levels")
         try:
-            hvd.init(placement=False, report=False, timeout_s=EXCHANGE_S)
+            hvd.init(placement=False, report=False, stall_warn=0.0, stall_abort=EXCHANGE_S)
             t = runtime.current().topology
             result.nodes = t.nodes
             parameter = torch.nn.Parameter(torch.zeros(nbytes // 4, device=_device(self._config.local, t)))
@@ -322,14 +322,6 @@ def _require_sum(flat: Tensor, size: int) -> None:
     wrong = flat[flat != right]
     if wrong.numel():
         raise CommError(f"wrong sum: {wrong[0].item():g} instead of {right:g}")
-
-
-def _slowed(comm: Communicator, config: Config, far: Sequence[int], sharers: int) -> Communicator:
-    """As training sees the links: slowed down where HIERCOMM_CROSS_RATE or _DELAY say so."""
-    if config.cross_rate is None and config.cross_delay is None:
-        return comm
-    rate_bps = None if config.cross_rate is None else config.cross_rate / sharers
-    return Throttled(comm, link=SlowLink(rate_bps, config.cross_delay or 0.0), far=far)
 
 
 def _device(wanted: str, topology: Topology) -> torch.device:
