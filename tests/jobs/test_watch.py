@@ -147,6 +147,7 @@ def test_a_rank_whose_thread_is_stuck_inside_mpi_shows_its_stacks(start: Start) 
             time.sleep(5.0)
             MPI.COMM_WORLD.Send(numpy.ones(1), 1, 77)
         train(model, optimizer, 3)
+        time.sleep(3.0)  # it looks eight times a second
         """,
         env={"HIERCOMM_STALL_WARN": "1"},
     ).end()
