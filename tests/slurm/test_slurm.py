@@ -124,3 +124,31 @@ def test_a_rank_that_raises_ends_the_job(run: Run, write: Write, launcher: str) 
     assert "uncaught exception on rank 2 on n2" in ended.output
     assert "ValueError: broken in the loop" in ended.output
     assert ended.seconds < 60.0
+
+
+# ---- the README ---------------------------------------------------------------------------------------
+
+
+def block(language: str) -> list[str]:
+    """The commands of the README's one block of a language."""
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    return [line.partition("#")[0].strip() for line in found.splitlines()]
+
+
+def test_the_commands_in_the_readme(sbatch: Run) -> None:
+    commands = block("sh slurm")
+    assert len(commands) == 2
+    for command in commands:
+        name, *words = command.split()
+        assert name == "sbatch"
+        placed(sbatch(*words), "4 ranks on 2 nodes", "test accuracy")
+
+
+def test_the_commands_of_the_lab_in_the_readme(run: Run, tmp_path: Path) -> None:
+    """All but the last, which `scripts/test slurm` calls. The lab is up already, and says so."""
+    *commands, last = block("sh slurm-lab")
+    assert last == "scripts/slurm-lab down"
+    folder = f"cd {ROOT}; export SBATCH_OUTPUT={tmp_path / 'output'}"
+    ended = run("bash", "-ec", "\n".join([folder, *commands]))
+    assert ended.status == 0, ended.output
+    assert "test accuracy" in (tmp_path / "output").read_text()
