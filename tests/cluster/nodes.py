@@ -12,8 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "jobs"), str(ROOT / "tests" / "ranks")]
-from job import PREAMBLE, Ended, Job  # noqa: E402
+from job import BIN, PREAMBLE, Ended, Job  # noqa: E402
 
+__all__ = ["BIN", "Ended"]
 SCRIPT = str(ROOT / "scripts" / "cluster")
 _CLOSED = (["st"], ["04"], ["05"], ["06"], ["09"], ["0B"])
 NAME = os.environ.setdefault("CLUSTER_NAME", "tests")
