@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "jobs"), str(ROOT / "tests" / "ranks")]
 from job import BIN, PREAMBLE, Ended, Job  # noqa: E402
 
-__all__ = ["BIN", "Ended"]
+__all__ = ["BIN", "PREAMBLE", "Ended", "Job"]
 SCRIPT = str(ROOT / "scripts" / "cluster")
 _CLOSED = (["st"], ["04"], ["05"], ["06"], ["09"], ["0B"])
 NAME = os.environ.setdefault("CLUSTER_NAME", "tests")
@@ -61,10 +61,8 @@ class Cluster:
             found += [f"{node}: {command}" for command in commands if command and "sleep infinity" not in command]
             look = self.attempt("exec", node, "sh", "-c", "ls -A /dev/shm; cat /proc/net/tcp")
             if look.returncode == 0:  # else the node is dead
-                # Finished connections linger for a minute, as TIME_WAIT (06).
-                found += [
-                    f"{node}: {line}" for line in look.stdout.splitlines() if line.split()[3:4] not in (["st"], ["06"])
-                ]
+                # Finished connections linger: FIN_WAIT, TIME_WAIT, LAST_ACK, CLOSING.
+                found += [f"{node}: {line}" for line in look.stdout.splitlines() if line.split()[3:4] not in _CLOSED]
         return found
 
     def assert_clean(self, patience_s: float = 10.0) -> None:

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import BIN, SCRIPT, Cluster, Job
-from job import Ended
+from nodes import BIN, SCRIPT, Cluster, Ended, Job
 
 RATE = 200e6
 

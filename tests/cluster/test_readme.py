@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from job import Job
-from nodes import ROOT, Cluster
+from nodes import ROOT, Cluster, Job
 
 
 def test_commands(cluster: Cluster) -> None:
