@@ -221,3 +221,12 @@ def set_mpi_defaults() -> None:
     """Give MPI the settings that hiercomm needs, where the user has not said otherwise."""
     for name, value in MPI_DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def override_mpi(variables: Mapping[str, str | None]) -> None:
+    """Change what MPI will read when it starts, whatever the user has said; None removes a variable."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -79,7 +79,7 @@ def connect(config: Config, world: mpi.MpiWorld | None, t: Topology) -> Groups:
         return Groups(Communicators(t, alone.communicator(0), alone.communicator(0), None), None)
     # Of unequal nodes the first ranks alone cross; the group of the others has no use.
     crosses = len(t.nodes) > 1 and (t.is_homogeneous or t.local_rank == 0)
-    throttled = _throttle(config, t.local_size if t.is_homogeneous else 1)
+    throttled = throttle(config, t.local_size if t.is_homogeneous else 1)
     far = [r for r in range(t.size) if r not in t.local_ranks]
     every = throttled(world.communicator(range(t.size)), far)
     local = world.communicator(t.local_ranks)
@@ -88,7 +88,7 @@ def connect(config: Config, world: mpi.MpiWorld | None, t: Topology) -> Groups:
     return Groups(Communicators(t, every, local, cross), buckets)
 
 
-def _throttle(config: Config, sharers: int) -> Callable[[Communicator, Sequence[int] | None], Communicator]:
+def throttle(config: Config, sharers: int) -> Callable[[Communicator, Sequence[int] | None], Communicator]:
     """How communicators are wrapped: `sharers` ranks of this node share one link to the other nodes."""
     rate, delay = config.cross_rate, config.cross_delay
     if rate is None and delay is None:

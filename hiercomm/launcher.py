@@ -61,6 +61,18 @@ def disagreement(claim: Claim, size: int) -> str:
     )
 
 
+def is_misfit(launcher: str, library: str) -> bool:
+    """Whether ranks that this launcher starts cannot meet if they load this MPI library.
+
+    Some libraries then end the process when MPI starts, others leave it alone in a world of one. `library` is what
+    MPI_Get_library_version says. Launchers that serve several libraries fit any.
+    """
+    is_open_mpi = re.match(r"Open MPI|IBM Spectrum MPI", library) is not None
+    if launcher == OPEN_MPI:
+        return not is_open_mpi
+    return is_open_mpi and launcher in (HYDRA, INTEL_MPI, MVAPICH)
+
+
 def end_daemon() -> None:
     """Have the launcher's daemon on this node, which started this process, end in a few seconds if it has not by then.
 

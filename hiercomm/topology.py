@@ -50,7 +50,7 @@ class Topology:
         rows = [f"{self.size} ranks on {len(self.nodes)} node{'s' if len(self.nodes) > 1 else ''}"]
         rows.append(f"  {'node':<{width}}  ranks")
         rows += [
-            f"  {name:<{width}}  {_ranges(node)} ({len(node)})"
+            f"  {name:<{width}}  {ranges(node)} ({len(node)})"
             for name, node in zip(self.names, self.nodes, strict=True)
         ]
         if len(self.nodes) == 1:
@@ -65,7 +65,7 @@ class Topology:
         return "\n".join(rows)
 
 
-def _ranges(ranks: Sequence[int]) -> str:
+def ranges(ranks: Sequence[int]) -> str:
     """'0-3, 8' for (0, 1, 2, 3, 8)."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -114,8 +114,7 @@ def name_nodes(found: Sequence[str], given: Sequence[str | None], ranks_per_node
     if len(missing) < len(given):
         if missing:
             raise ConfigMismatch(
-                f"HIERCOMM_NODE is set on some ranks but not on rank {_ranges(missing)}: "
-                "set it on every rank or on none"
+                f"HIERCOMM_NODE is set on some ranks but not on rank {ranges(missing)}: set it on every rank or on none"
             )
         names = tuple(str(name) for name in given)
     elif ranks_per_node is not None:
@@ -125,7 +124,7 @@ def name_nodes(found: Sequence[str], given: Sequence[str | None], ranks_per_node
     for name in dict.fromkeys(names):
         hosts = dict.fromkeys(host for host, n in zip(found, names, strict=True) if n == name)
         if len(hosts) > 1:
-            ranks = _ranges([r for r, n in enumerate(names) if n == name])
+            ranks = ranges([r for r, n in enumerate(names) if n == name])
             raise ConfigError(
                 f"node {name!r} (HIERCOMM_NODE or HIERCOMM_RANKS_PER_NODE) would hold ranks {ranks}, which cannot "
                 f"share memory: MPI finds them on {', '.join(hosts)}. A host can be split, not joined"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 # What each sub-command is for, and the module whose main(argv) -> int it is; None where it is still to come.
 _COMMANDS: dict[str, tuple[str, str | None]] = {
     "bench": ("measure the exchange between ranks", "hiercomm.cli.bench"),
-    "doctor": ("check nodes, links and libraries", None),
+    "doctor": ("check nodes, links and libraries", "hiercomm.cli.doctor"),
     "plan": ("forecast what a mode will cost on a network", None),
     "trace": ("merge and show the traces of all ranks", None),
     "report": ("show where the time of a job went", None),

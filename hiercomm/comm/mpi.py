@@ -8,7 +8,10 @@ they never need all ranks at the same place.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import json
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, final
@@ -48,6 +51,60 @@ def place() -> tuple[int, int]:
 def abort_all(code: int) -> None:
     """End all processes of the job now."""
     _mpi().COMM_WORLD.Abort(code)
+
+
+# Loads the library without starting MPI: some end the process where the launcher is another MPI's.
+_FIND = """
+import json, re
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+maps = [line.split(None, 5)[-1].strip() for line in open("/proc/self/maps")]
+found = [path for path in maps if re.search(r"/libmpi(_cray|_ibm|_abi|ch)?[.]so[^/]*$", path)]
+print(json.dumps([MPI.Get_library_version(), found[0] if found else None]))
+"""
+
+
+def find_library() -> tuple[str | None, str | None, str | None]:
+    """Name and path of the MPI library that this process would load, or (None, None, why there is none).
+
+    Found out by a child, so nothing that the library does can end this process.
+    """
+    child = subprocess.run([sys.executable, "-c", _FIND], capture_output=True, text=True, errors="replace", check=False)
+    if child.returncode != 0:
+        lines = child.stderr.strip().splitlines()
+        return None, None, lines[-1] if lines else f"loading it ends with status {child.returncode}"
+    name, path = json.loads(child.stdout)
+    return _short(name), path, None
+
+
+def binding_version() -> str | None:
+    """The version of mpi4py; None where it is not installed."""
+    try:
+        return importlib.metadata.version("mpi4py")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def thread_level() -> str:
+    """Which threads of this process may call MPI, in MPI's word: single, funneled, serialized or multiple."""
+    MPI = _mpi()
+    levels = ("single", "funneled", "serialized", "multiple")
+    return {getattr(MPI, f"THREAD_{level.upper()}"): level for level in levels}[MPI.Query_thread()]
+
+
+def direct() -> tuple[Mailbox, Communicator]:
+    """All ranks, reached without any collective call: for those who ask why messages do not arrive.
+
+    The Communicator's tags begin at 2. Both belong to the thread that started MPI, and to nobody while a Runtime lives.
+    """
+    world = _mpi().COMM_WORLD
+    world.Set_errhandler(_mpi().ERRORS_RETURN)
+    return _MpiMailbox(world), _MpiCommunicator(world)
+
+
+def _short(version: str) -> str:
+    return " ".join(version.split("\x00")[0].splitlines()[0].split(",")[0].split())
 
 
 @functools.cache
@@ -117,6 +174,14 @@ class MpiWorld:
         else:
             self._comm.Allreduce(_mpi().IN_PLACE, buf.numpy())
 
+    def library_send(self, buf: Tensor, dest: int) -> None:
+        """The library's own MPI_Send, for comparison."""
+        self._comm.Send(buf.numpy(), dest)
+
+    def library_recv(self, buf: Tensor, source: int) -> None:
+        """The library's own MPI_Recv, for comparison."""
+        self._comm.Recv(buf.numpy(), source)
+
     def mailbox(self) -> Mailbox:
         """The control plane of the job. Collective."""
         comm = self._comm.Dup()
@@ -130,7 +195,7 @@ class MpiWorld:
     @staticmethod
     def library() -> str:
         """Name and version of the MPI library."""
-        return str(_mpi().Get_library_version()).split("\x00")[0].splitlines()[0].split(",")[0]
+        return _short(str(_mpi().Get_library_version()))
 
 
 def connect(comm: Any = None) -> MpiWorld:

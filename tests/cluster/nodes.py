@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "jobs"), str(ROOT / "tests" / "ranks")]
 from job import BIN, PREAMBLE, Ended, Job  # noqa: E402
 
-__all__ = ["BIN", "Ended"]
+__all__ = ["BIN", "PREAMBLE", "Ended", "Job"]
 SCRIPT = str(ROOT / "scripts" / "cluster")
 # The title of /proc/net/tcp, and the states in which the kernel alone still has a socket, such as TIME_WAIT.
 _CLOSED = (["st"], ["04"], ["05"], ["06"], ["09"], ["0B"])
