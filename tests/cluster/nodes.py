@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +19,7 @@ __all__ = ["BIN", "PREAMBLE", "Ended", "Job"]
 SCRIPT = str(ROOT / "scripts" / "cluster")
 # The title of /proc/net/tcp, and the states in which the kernel alone still has a socket, such as TIME_WAIT.
 _CLOSED = (["st"], ["04"], ["05"], ["06"], ["09"], ["0B"])
-NAME = os.environ.setdefault("CLUSTER_NAME", "tests")
+NAME = os.environ.setdefault("CLUSTER_NAME", f"tests-{zlib.crc32(bytes(ROOT)):x}")  # another checkout's is another
 
 
 class Cluster:
