@@ -137,5 +137,5 @@ class Silence:
         present = [c for c in self._present() if c.inode not in self._ignored]
         self._silent_s = {c.inode: self._silent_s.get(c.inode, -elapsed) + elapsed for c in present if c.unanswered}
         silent = {c.address for c in present if self._silent_s.get(c.inode, 0.0) >= self._patience_s}
-        # Where one connection answers, the host is there, and another's silence has other reasons.
-        return silent - {c.address for c in present if not c.unanswered and c.heard_s < self._patience_s}
+        # Where anything comes, the host is there: the link may lose much, or the silent port may be closed.
+        return silent - {c.address for c in present if c.heard_s < self._patience_s}
