@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
-from nodes import BIN, SCRIPT, Cluster, Ended, Job
+from nodes import SCRIPT, Cluster, Ended, Job
 
 RATE = 200e6
 
 
 def examine(cluster: Cluster, *options: str, ranks: int = 1, json_to: Path | None = None, **env: str) -> Ended:
-    words = [SCRIPT, "run", "-n", str(ranks), *options, str(BIN / "hiercomm"), "doctor"]
+    words = [SCRIPT, "run", "-n", str(ranks), *options, str(Path(sys.executable).parent / "hiercomm"), "doctor"]
     return Job([*words, *(["--json", str(json_to)] if json_to else [])], env).end(240.0)
 
 
