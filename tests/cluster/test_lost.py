@@ -101,7 +101,11 @@ def test_a_node_that_is_killed(cluster: Cluster) -> None:
     job = cluster.run(TRAIN)
     job.read("going", 2)
     cluster("kill", "n2")
-    ends(job, time.monotonic(), "n2")
+    begin = time.monotonic()
+    ended = job.end(60.0)
+    # No word on the status: mpirun 5.0.11 returns 0 where it was first to see the node go.
+    assert "n2" in ended.output
+    assert time.monotonic() - begin < SOON_S
 
 
 def test_two_nodes_of_one_name(cluster: Cluster) -> None:
