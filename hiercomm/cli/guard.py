@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from hiercomm.comm.tcp import Silence, connections_of
 
@@ -64,10 +65,30 @@ def _watch(watched: int, pid: int, patience_s: float, hosts: Sequence[str]) -> N
                 "or the link to it is cut; ending the job\n"
             )
             sys.stderr.flush()
-            signal.pidfd_send_signal(watched, signal.SIGTERM)
-            if not end.poll(_GRACE_S * 1e3):
-                signal.pidfd_send_signal(watched, signal.SIGKILL)
+            _end(watched, pid, end)
             return
+
+
+def _end(watched: int, pid: int, end: select.poll) -> None:
+    """End mpirun; then what it has started here: ranks, and the shells to other hosts, of which one hears nothing."""
+    children = list(_children(pid))
+    signal.pidfd_send_signal(watched, signal.SIGTERM)
+    if not end.poll(_GRACE_S * 1e3):
+        signal.pidfd_send_signal(watched, signal.SIGKILL)
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(child, signal.SIGKILL)
+
+
+def _children(pid: int) -> Iterator[int]:
+    """Descriptors of a process's children."""
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it may end
+            child = os.pidfd_open(int(name))
+            if Path(f"/proc/{name}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1] == str(pid):
+                yield child
+            else:
+                os.close(child)
 
 
 def _named(address: str, hosts: Sequence[str]) -> str:
