@@ -51,14 +51,14 @@ def test_silent_on_a_healthy_cluster(cluster: Cluster, tmp_path: Path, nodes: in
 
 def test_a_slow_node_is_named(cluster: Cluster) -> None:
     cluster.up(3, "--rate", "200mbit", "--node-rates", "n2=20mbit")
-    only(examine(cluster), "slow-node", "every link of n2 is slow: 1", "where others reach 1", "ethtool eth0")
+    only(examine(cluster), "slow-node", "every link of n2 is slow: ", "where others reach ", "ethtool eth0")
 
 
 def test_one_slow_direction_between_two_nodes(cluster: Cluster) -> None:
     cluster.up(2, "--rate", "200mbit")
     shape = "qdisc replace dev eth0 root tbf rate 20mbit burst 256kb latency 50ms"
     cluster("exec", "n2", "tc", *shape.split())
-    only(examine(cluster), "slow-link", "the link from n2 to n1 is slow: 1")
+    only(examine(cluster), "slow-link", "the link from n2 to n1 is slow: ")
 
 
 def test_two_nodes_that_cannot_reach_each_other_are_named(cluster: Cluster) -> None:
