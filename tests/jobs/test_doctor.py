@@ -94,6 +94,14 @@ os.execv({DOCTOR[0]!r}, {list(DOCTOR)!r})
     assert "whole  not tried: the options cannot be used" in ended.output
 
 
+def test_a_rank_that_does_not_answer() -> None:
+    source = "from mpi4py import MPI; import time; time.sleep(600)"
+    script = f'[ $OMPI_COMM_WORLD_RANK != 1 ] || exec {sys.executable} -c "{source}"; exec "$@"'
+    ended = Job([str(BIN / "hiercommrun"), "-np", "3", "sh", "-c", script, "-", *DOCTOR], {}).end(SLOW_S)
+    only(ended, "unreachable", "hears nothing from rank 1", "(1 rank silent)")
+    assert ended.seconds < 60.0
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
 @pytest.mark.parametrize(("options", "text"), [("ro", "Read-only file system"), ("size=8m", "/dev/shm")])
 def test_no_shared_memory(options: str, text: str) -> None:
