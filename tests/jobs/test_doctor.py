@@ -79,7 +79,7 @@ def test_a_link_without_end() -> None:
 
 
 def test_a_slow_node_and_options_that_differ() -> None:
-    """What is emulated slows the receiving end down. With three nodes it is the node that is named, not its links."""
+    """With three nodes it is the node that is named, not its links: emulated ones are slow both ways, too."""
     script = f"""
 import os, sys
 if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
@@ -90,8 +90,16 @@ os.execv({DOCTOR[0]!r}, {list(DOCTOR)!r})
     ended = Job(words, {}).end(SLOW_S)
     assert ended.status == 1, ended.output
     assert "HIERCOMM_CROSS_RATE is not the same on all ranks: None on node0, node1; 50000000.0 on node2" in ended.output
-    assert any("FAULT slow-node: every link to node2 is slow: " in line for line in faults(ended)), ended.output
+    assert any("FAULT slow-node: every link of node2 is slow: " in line for line in faults(ended)), ended.output
     assert "whole  not tried: the options cannot be used" in ended.output
+
+
+def test_a_rank_that_does_not_answer() -> None:
+    source = "from mpi4py import MPI; import time; time.sleep(600)"
+    script = f'[ $OMPI_COMM_WORLD_RANK != 1 ] || exec {sys.executable} -c "{source}"; exec "$@"'
+    ended = Job([str(BIN / "hiercommrun"), "-np", "3", "sh", "-c", script, "-", *DOCTOR], {}).end(SLOW_S)
+    only(ended, "unreachable", "hears nothing from rank 1", "(1 rank silent)")
+    assert ended.seconds < 60.0
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
