@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable
 from typing import Any, final
@@ -135,6 +136,7 @@ class Progress:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stop = False
+        self._moved_at = 0.0
         self._error: BaseException | None = None
         self._turns = 0
         self._thread = threading.Thread(target=self._run, name="hiercomm-progress", daemon=True)
@@ -164,6 +166,12 @@ class Progress:
         """Have `poll` called soon."""
         self._wake.set()
 
+    def drain(self, patience_s: float) -> None:
+        """Let tasks under way end, while any moved within `patience_s` seconds: messages may be coming for them."""
+        begin = time.monotonic()
+        while (self._queues or self._inbox) and time.monotonic() - max(begin, self._moved_at) < patience_s:
+            time.sleep(1e-3)
+
     def close(self) -> None:
         """Stop the thread; tasks that have not ended fail."""
         with self._lock:
@@ -185,6 +193,7 @@ class Progress:
                 self._fail(error)
                 return
             if moved:
+                self._moved_at = time.monotonic()
                 sleep_s = _BUSY_SLEEP_S[0]
                 os.sched_yield()
             elif self._queues or self._is_busy():

@@ -45,6 +45,7 @@ from hiercomm.timing import Timing
 from hiercomm.watch import Watch
 
 _ABORT_GRACE_S = 0.5  # other ranks may be about to say the same: let them
+_DRAIN_S = 1.0
 _GIVE_UP_GRACE_S = 10.0  # rank 0 decides when all give up; a rank that it cannot tell does so later
 _GROUP_TIMEOUT_S = 7 * 86400.0  # torch's own limit inside a node: a slow rank is no error
 
@@ -247,6 +248,8 @@ class Runtime:
         if self._control.lost is not None:  # MPI could not be ended in peace
             sys.stderr.write(f"hiercomm: {self._control.lost}; ending the job\n")
             self.abort(1)
+        # What all ranks have begun and nobody waited for: messages may still come, into memory that must be there.
+        self._progress.drain(_DRAIN_S)
         self._watch.close()
         self._progress.close()
         self._control.close(CommError("hiercomm has been shut down"))
