@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 
 pytest.register_assert_rewrite("nodes")
 from nodes import NAME, Cluster  # noqa: E402
+
+
+# scripts/test runs pytest in the background, where bash ignores SIGINT: so would everything that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
