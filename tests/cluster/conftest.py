@@ -12,7 +12,6 @@ import pytest
 pytest.register_assert_rewrite("nodes")
 from nodes import NAME, Cluster  # noqa: E402
 
-
 # scripts/test runs pytest in the background, where bash ignores SIGINT: so would everything that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
