@@ -241,12 +241,14 @@ class _Examiner:
 
     def _order(self, what: str, orders: Mapping[int, tuple[Any, ...]], limit_s: float) -> dict[int, Any]:
         """Have ranks carry out an exercise, each with its arguments. Returns their results, as far as they come."""
+        begin = time.monotonic()
         with self._within(limit_s + 5.0, f"the {what} exchange"):
             for rank, arguments in orders.items():
                 if rank != 0:
                     self._post.send(rank, "do", (what, arguments, limit_s))
             results = {0: self._part.run(what, *orders[0])} if 0 in orders else {}
-            return results | self._post.gather([rank for rank in orders if rank != 0], "done", limit_s + 4.0)
+            left_s = max(1.0, begin + limit_s + 4.0 - time.monotonic())
+            return results | self._post.gather([rank for rank in orders if rank != 0], "done", left_s)
 
     # ---- exercises ---------------------------------------------------------------------------------------
 
@@ -308,11 +310,11 @@ class _Examiner:
         return both[0].machine == both[1].machine and not slowed
 
     def _cross(self) -> None:
-        if self._job.silent or any(link.error for link in self._job.links):
-            failed = [name for link in self._job.links if link.error for name in (link.a, link.b)]
-            pairs = [f"{link.a}-{link.b}" for link in self._job.links if link.error]
-            where = listing(pairs) if failed else f"rank {', '.join(map(str, self._job.silent))}"
-            return self._skip("cross", f"FAIL hosts {where}")
+        pairs = [f"{link.a}-{link.b}" for link in self._job.links if link.error]
+        if pairs:
+            return self._skip("cross", f"FAIL hosts {listing(pairs)}")
+        if self._job.silent:
+            return self._skip("cross", f"FAIL no word from rank {', '.join(map(str, self._job.silent))}")
         nodes = list(self._job.members().values())
         equal = len({len(ranks) for ranks in nodes}) == 1
         groups = list(zip(*nodes, strict=True)) if equal else [tuple(ranks[0] for ranks in nodes)]

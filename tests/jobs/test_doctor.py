@@ -70,7 +70,7 @@ def test_thread_level_single() -> None:
 
 
 def test_a_link_without_end() -> None:
-    """BUGREPORTS 6 of the design: four ranks, two nodes, a failing cross level: the report says so."""
+    """Four ranks on two nodes, and a cross level that fails: the report says which level, and between whom."""
     ended = examine(4, 2, env={"HIERCOMM_CROSS_RATE": "1kbit"})
     only(ended, "link", "node0 and node1 cannot exchange messages")
     assert "local  OK (2/2)" in ended.output, ended.output
