@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -86,10 +87,32 @@ def _start(facts: Facts) -> tuple[str, int, int]:
         # What would lead astray must not keep the ranks from telling us so.
         limits = (facts.variables.get(f"OMPI_MCA_btl_tcp_if_{word}") for word in ("include", "exclude"))
         override_mpi(networks.detour(facts.interfaces, *limits))
-    with _limit(_START_S, lambda: _leave(facts, f"MPI has not started within {_START_S:g} s")):
+    with _starting(facts):
         level = mpi.thread_level()
         rank, size = mpi.place()
     return level, rank, size
+
+
+@contextmanager
+def _starting(facts: Facts) -> Iterator[None]:
+    """End this process where MPI does not start in time. A child does it: no thread runs while mpi4py starts MPI."""
+    first = facts.claimed_rank in (None, 0)
+    seconds = _START_S if first else _START_S + 5.0  # one such line is enough
+    why = f"MPI has not started within {seconds:g} s: some rank has not come so far ({facts.library})"
+    words = [sys.executable, "-S", "-c", _WATCH, str(seconds), str(os.getpid()), _sentence(facts, why)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as child:  # ends with its input
+        yield
+        assert child.stdin is not None
+        child.stdin.close()
+
+
+_WATCH = """
+import os, select, signal, sys
+seconds, pid, sentence = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if not select.select([0], [], [], seconds)[0]:
+    print(sentence, file=sys.stderr, flush=True)
+    os.kill(pid, signal.SIGKILL)
+"""
 
 
 @contextmanager
@@ -104,9 +127,13 @@ def _limit(seconds: float, otherwise: Callable[[], None]) -> Iterator[None]:
         timer.cancel()
 
 
-def _leave(facts: Facts, why: str, grace_s: float = 0.0) -> None:
+def _sentence(facts: Facts, why: str) -> str:
     rank = "a rank" if facts.claimed_rank is None else f"rank {facts.claimed_rank}"
-    print(f"hiercomm doctor: {rank} on {facts.host}: {why}", file=sys.stderr, flush=True)
+    return f"hiercomm doctor: {rank} on {facts.host}: {why}"
+
+
+def _leave(facts: Facts, why: str, grace_s: float = 0.0) -> None:
+    print(_sentence(facts, why), file=sys.stderr, flush=True)
     time.sleep(grace_s)
     os._exit(1)
 

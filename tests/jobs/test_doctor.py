@@ -102,6 +102,14 @@ def test_a_rank_that_does_not_answer() -> None:
     assert ended.seconds < 60.0
 
 
+def test_a_rank_that_never_starts_mpi() -> None:
+    script = '[ $OMPI_COMM_WORLD_RANK != 1 ] || exec sleep 600; exec "$@"'
+    ended = Job([str(BIN / "hiercommrun"), "-np", "2", "sh", "-c", script, "-", *DOCTOR], {}).end(SLOW_S)
+    assert ended.status != 0
+    assert "rank 0 on" in ended.output, ended.output
+    assert "MPI has not started within 60 s: some rank has not come so far (Open MPI v" in ended.output
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
 @pytest.mark.parametrize(("options", "text"), [("ro", "Read-only file system"), ("size=8m", "/dev/shm")])
 def test_no_shared_memory(options: str, text: str) -> None:
