@@ -79,7 +79,7 @@ def test_a_link_without_end() -> None:
 
 
 def test_a_slow_node_and_options_that_differ() -> None:
-    """What is emulated slows the receiving end down. With three nodes it is the node that is named, not its links."""
+    """With three nodes it is the node that is named, not its links."""
     script = f"""
 import os, sys
 if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
@@ -90,7 +90,7 @@ os.execv({DOCTOR[0]!r}, {list(DOCTOR)!r})
     ended = Job(words, {}).end(SLOW_S)
     assert ended.status == 1, ended.output
     assert "HIERCOMM_CROSS_RATE is not the same on all ranks: None on node0, node1; 50000000.0 on node2" in ended.output
-    assert any("FAULT slow-node: every link to node2 is slow: " in line for line in faults(ended)), ended.output
+    assert any("FAULT slow-node: every link of node2 is slow: " in line for line in faults(ended)), ended.output
     assert "whole  not tried: the options cannot be used" in ended.output
 
 
