@@ -7,12 +7,14 @@ With L ranks on each of N nodes a buffer of n elements costs every rank
            all-gather        n/L (N-1)/N          the owners' sums go to every node
     local  all-gather        n (L-1)/L
 so every local rank's link to the network carries its share. Nodes of unequal size send through their
-first rank instead. Works on the seam of `comm/base.py`: no MPI and no NCCL in sight.
+first rank instead. The cross level goes in chunks, which overlap. Works on the seam of `comm/base.py`: no
+MPI and no NCCL in sight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -20,11 +22,34 @@ import torch
 from torch import Tensor
 
 from hiercomm import reduction
-from hiercomm.comm.base import Communicator, Done, LocalBuffer, ReducingCommunicator, Work, pieces
+from hiercomm.comm.base import AllOf, Communicator, Done, LocalBuffer, ReducingCommunicator, Work, pieces
 from hiercomm.comm.staging import from_host, to_host, written
-from hiercomm.progress import Pending, Progress, Task
+from hiercomm.progress import Pending, Progress, Task, Together
 from hiercomm.timing import Timing
 from hiercomm.topology import Topology
+
+# A large buffer goes in chunks, so that one chunk is added while others travel; chunks go in a few lanes, each lane one
+# after the other. Pieces of 128 KB keep a link of 200 Mbit/s busy: with a megabyte in flight the queues of such links
+# between four nodes run full, and a fifth is lost. Faster links need larger ones (probe.py).
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 128 << 10, 1 << 20
+LANES = 3
+# From this size on pieces are exchanged in rounds, in each of which nobody is sent to by two ranks.
+_ROUNDS_BYTES = 32 << 10
+
+
+def chunks(comm: Communicator, flat: Tensor, piece_bytes: int) -> list[Tensor]:
+    """Views of `flat` that are reduced one by one: chunk i goes in lane i % LANES."""
+    return pieces(flat, max(1, -(-flat.nbytes // (comm.size * piece_bytes))))
+
+
+def _all_to_all(comm: Communicator, out: Sequence[Tensor], buf: Sequence[Tensor], tag: int) -> Task:
+    if max(out[0].nbytes, buf[0].nbytes) < _ROUNDS_BYTES:
+        yield comm.all_to_all(out, buf, tag=tag)
+        return
+    for distance in range(1, comm.size):
+        source, dest = (comm.rank - distance) % comm.size, (comm.rank + distance) % comm.size
+        parts = [comm.recv(out[source], source, tag=tag)] if out[source].numel() else []
+        yield AllOf([*parts, comm.send(buf[dest], dest, tag=tag)] if buf[dest].numel() else parts)
 
 
 def reduce_scatter(comm: Communicator, flat: Tensor, op: str, divisor: int, tag: int) -> Task:
@@ -36,23 +61,36 @@ def reduce_scatter(comm: Communicator, flat: Tensor, op: str, divisor: int, tag:
     parts = pieces(flat, comm.size)
     own = parts[comm.rank]
     received = [own if q == comm.rank else torch.empty_like(own) for q in range(comm.size)]
-    yield comm.all_to_all(received, parts, tag=tag)
+    yield from _all_to_all(comm, received, parts, tag)
     reduction.combine(received, [own], op, divisor)
 
 
 def all_gather_pieces(comm: Communicator, flat: Tensor, tag: int) -> Task:
     """Task: every rank's own piece of `flat` goes to all others."""
     parts = pieces(flat, comm.size)
-    yield comm.all_gather(parts, parts[comm.rank], tag=tag)
+    yield from _all_to_all(comm, parts, [parts[comm.rank]] * comm.size, tag)
 
 
-def two_phase(comm: Communicator, flat: Tensor, op: str, divisor: int, tag: int) -> Task:
-    """Task: all-reduce of a flat CPU tensor, the same bits on every rank. Uses `tag` and `tag + 1`.
+def reduce_chunk(comm: Communicator, flat: Tensor, op: str, divisor: int, tag: int) -> Task:
+    """Task: all-reduce of one chunk on the CPU, the same bits on every rank.
 
-    Scratch: comm.size - 1 pieces, so less than one more `flat`.
+    Scratch: comm.size - 1 pieces. Both phases use one tag: between two ranks all messages keep their order.
     """
     yield from reduce_scatter(comm, flat, op, divisor, tag)
-    yield from all_gather_pieces(comm, flat, tag + 1)
+    yield from all_gather_pieces(comm, flat, tag)
+
+
+def two_phase(
+    comm: Communicator, flat: Tensor, op: str, divisor: int, tag: int, piece_bytes: int = 2 * MIN_PIECE_BYTES
+) -> Task:
+    """Task: all-reduce of a flat CPU tensor, the same bits on every rank. Uses LANES tags from `tag` on."""
+    parts = chunks(comm, flat, piece_bytes)
+
+    def lane(index: int) -> Task:
+        for part in parts[index::LANES]:
+            yield from reduce_chunk(comm, part, op, divisor, tag + index)
+
+    yield Together([lane(index) for index in range(min(LANES, len(parts)))])
 
 
 def tree_broadcast(comm: Communicator, ranks: Sequence[int], buf: Tensor, tag: int) -> Task:
@@ -82,10 +120,15 @@ class Exchange:
     what: str
 
 
+def _all(parts: Sequence[Work]) -> Task:
+    yield AllOf(parts)
+
+
 @final
 class HierarchicalAllReduce:
     """All-reduce of buffers that `local` has allocated. `start` and `distribute` are called by the training
-    thread, in the same order on every rank.
+    thread, in the same order on every rank. LANES tags from `tag` on belong to it. Pieces of `piece_bytes` go over the
+    links between the nodes.
 
     `local` is None where this node has one rank, `cross` where there is one node or this rank does not
     cross (nodes of unequal size, not the first rank).
@@ -98,7 +141,13 @@ class HierarchicalAllReduce:
         cross: Communicator | None,
         progress: Progress,
         timing: Timing,
+        tag: int,
+        piece_bytes: int,
     ) -> None:
+        self._tag = tag
+        self._piece_bytes = piece_bytes
+        self._chunks = itertools.count()
+        self._tasks = itertools.count()
         self._topology = topology
         self._local = local
         self._cross = cross
@@ -108,8 +157,8 @@ class HierarchicalAllReduce:
         # then never passes through their sum. All ranks must divide at the same level.
         self._local_divides = not topology.is_homogeneous or topology.local_size > 1
 
-    def start(self, buffer: LocalBuffer, op: str, divisor: int, tag: int, what: str) -> Exchange:
-        """Begin; returns at once. `tag` and `tag + 1` belong to this buffer. `what` names it in errors."""
+    def start(self, buffer: LocalBuffer, op: str, divisor: int, what: str) -> Exchange:
+        """Begin; returns at once. `what` names it in errors."""
         local: Work
         local_divisor, cross_divisor = (divisor, 1) if self._local_divides else (1, divisor)
         several = len(self._topology.nodes) > 1
@@ -121,26 +170,37 @@ class HierarchicalAllReduce:
             local = self._local.reduce_scatter(buffer, op, local_divisor)
         else:
             local = self._local.all_reduce(buffer, op, local_divisor)
+        parts: list[Pending] = []
         crosses = several and self._cross is not None
-        cross = None
-        if crosses or (self._local is not None and self._local.needs_polling):
-            task = self._task(local, buffer, op, cross_divisor, tag, crosses)
-            cross = self._progress.submit(("exchange", tag), task, Pending(what))
+        if self._local is not None and (crosses or self._local.needs_polling):
+            parts.append(self._beside(self._timed(local), what))
+        if crosses:
+            parts += self._cross_over(local, self._shard(buffer), op, cross_divisor, what)
+        cross = self._beside(_all(parts), what) if len(parts) > 1 else parts[0] if parts else None
         return Exchange(buffer, local, cross, what)
 
-    def _task(
-        self, local: Work, buffer: LocalBuffer, op: str, divisor: int, tag: int, crosses: bool
-    ) -> Generator[Work, None, None]:
+    def _cross_over(self, local: Work, shard: Tensor, op: str, divisor: int, what: str) -> Iterator[Pending]:
+        """The chunks of a shard behind those of earlier ones, in lanes that turn by turn take one each."""
+        assert self._cross is not None
+        for chunk in chunks(self._cross, shard, self._piece_bytes):
+            lane = next(self._chunks) % LANES
+            task = self._reduce(self._cross, local, chunk, op, divisor, self._tag + lane)
+            yield self._progress.submit(("lane", self._tag, lane), task, Pending(what))
+
+    def _beside(self, task: Task, what: str) -> Pending:
+        """A task that waits for no other."""
+        return self._progress.submit(("beside", self._tag, next(self._tasks)), task, Pending(what))
+
+    def _timed(self, local: Work) -> Task:
         with self._timing.span("local"):
             yield local
-        if not crosses:
-            return
-        assert self._cross is not None
+
+    def _reduce(self, cross: Communicator, local: Work, chunk: Tensor, op: str, divisor: int, tag: int) -> Task:
+        yield local
         with self._timing.span("cross"):
-            shard = self._shard(buffer)
-            host = yield from to_host(shard)
-            yield from two_phase(self._cross, host, op, divisor, tag)
-            yield from from_host(host, shard)
+            host = yield from to_host(chunk)
+            yield from reduce_chunk(cross, host, op, divisor, tag)
+            yield from from_host(host, chunk)
 
     def _shard(self, buffer: LocalBuffer) -> Tensor:
         """What this rank carries between the nodes."""

@@ -187,7 +187,6 @@ class Control:
         while self._outgoing:
             self._to_coordinator(*self._outgoing.popleft())
         self._report_blocked()
-        self._look_for_stalls()
         self._look_at_links()
         for source, message in self._mailbox.poll():
             moved = True
@@ -200,6 +199,7 @@ class Control:
                 self._coordinate(source, verb, content)
             else:
                 self._obey(verb, content)
+        self._look_for_stalls()
         if self._negotiator is not None and (error := self._negotiator.stuck(time.monotonic())) is not None:
             self._to_all("stuck", error)
             for response in self._negotiator.abandon(error):

@@ -23,7 +23,7 @@ from hiercomm.topology import Topology
 
 # Tags of operations under way must differ; MPI guarantees tags up to 32767.
 _TAGS = 4096
-_TAGS_PER_OPERATION = 4
+_TAGS_PER_OPERATION = allreduce.LANES + 1
 
 Spawn = Callable[[int, Task, Pending], None]
 
@@ -120,12 +120,12 @@ def _sharded(comms: Communicators, flat: Tensor, op: str, divisor: int, tag: int
     yield from allreduce.reduce_scatter(comms.local, flat, op, divisor if local_first else 1, tag)
     if comms.cross is not None:
         shard = pieces(flat, comms.local.size)[comms.local.rank]
-        yield from allreduce.two_phase(comms.cross, shard, op, 1 if local_first else divisor, tag + 1)
-    yield from allreduce.all_gather_pieces(comms.local, flat, tag + 3)
+        yield from allreduce.two_phase(comms.cross, shard, op, 1 if local_first else divisor, tag)
+    yield from allreduce.all_gather_pieces(comms.local, flat, tag + 1)
 
 
 def _through_leaders(comms: Communicators, flat: Tensor, op: str, divisor: int, tag: int) -> Task:
     yield from allreduce.two_phase(comms.local, flat, op, divisor, tag)
     if comms.cross is not None and comms.topology.local_rank == 0:
         yield from allreduce.two_phase(comms.cross, flat, op, 1, tag)
-    yield from allreduce.tree_broadcast(comms.local, range(comms.local.size), flat, tag + 2)
+    yield from allreduce.tree_broadcast(comms.local, range(comms.local.size), flat, tag + allreduce.LANES)

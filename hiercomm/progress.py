@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from typing import Any, final
 
 from hiercomm.comm.base import Work
@@ -71,7 +72,7 @@ class _Queue:
             task, pending = self.tasks[0]
             try:
                 if not self._can_go_on(task):
-                    return moved
+                    return moved or (isinstance(self.waiting, Together) and self.waiting.has_moved)
                 moved = True
                 self.waiting = next(task)
             except StopIteration as stop:
@@ -95,6 +96,32 @@ class _Queue:
 
 
 @final
+class Together(Work):
+    """Tasks side by side, moved by whoever polls; for a task to yield. Raises the first error, once all have ended."""
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self.has_moved = False  # whether the last poll moved any
+        self._parts: list[tuple[_Queue, Pending]] = []
+        for index, task in enumerate(tasks):
+            queue, pending = _Queue(), Pending(f"part {index}")
+            queue.tasks.append((task, pending))
+            self._parts.append((queue, pending))
+
+    def is_completed(self) -> bool:
+        moved = [queue.advance() for queue, _ in self._parts]
+        self.has_moved = any(moved)
+        if not all(pending.has_ended() for _, pending in self._parts):
+            return False
+        for _, pending in self._parts:
+            pending.is_completed()
+        return True
+
+    def __str__(self) -> str:
+        waiting = [str(queue.waiting) for queue, _ in self._parts if queue.waiting is not None]
+        return " beside ".join(waiting) or "nothing"
+
+
+@final
 class Progress:
     """Runs tasks, and `poll` between them; `poll` returns whether anything happened, `is_busy` whether it soon may.
 
@@ -109,8 +136,9 @@ class Progress:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stop = False
+        self._moved_at = 0.0
         self._error: BaseException | None = None
-        self.turns = 0  # grows as long as the thread is not stuck in a call
+        self._turns = 0
         self._thread = threading.Thread(target=self._run, name="hiercomm-progress", daemon=True)
         self._thread.start()
 
@@ -118,6 +146,11 @@ class Progress:
     def native_id(self) -> int | None:
         """The thread's id, as the operating system counts."""
         return self._thread.native_id
+
+    @property
+    def turns(self) -> int | None:
+        """Grows unless the thread is stuck in a call; None where it has ended."""
+        return self._turns if self._thread.is_alive() else None
 
     def submit(self, key: Hashable, task: Task, pending: Pending) -> Pending:
         """Run `task` behind the earlier ones of `key`; `pending` ends with it, and is returned."""
@@ -133,6 +166,12 @@ class Progress:
         """Have `poll` called soon."""
         self._wake.set()
 
+    def drain(self, patience_s: float) -> None:
+        """Let tasks under way end, while any moved within `patience_s` seconds: messages may be coming for them."""
+        begin = time.monotonic()
+        while (self._queues or self._inbox) and time.monotonic() - max(begin, self._moved_at) < patience_s:
+            time.sleep(1e-3)
+
     def close(self) -> None:
         """Stop the thread; tasks that have not ended fail."""
         with self._lock:
@@ -144,7 +183,7 @@ class Progress:
     def _run(self) -> None:
         sleep_s = _BUSY_SLEEP_S[0]
         while not self._stop:
-            self.turns += 1
+            self._turns += 1
             self._wake.clear()
             try:
                 moved = self._poll() | self._advance()
@@ -154,6 +193,7 @@ class Progress:
                 self._fail(error)
                 return
             if moved:
+                self._moved_at = time.monotonic()
                 sleep_s = _BUSY_SLEEP_S[0]
                 os.sched_yield()
             elif self._queues or self._is_busy():

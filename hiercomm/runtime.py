@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from hiercomm import config as configuration
-from hiercomm import connect, launcher
-from hiercomm.allreduce import HierarchicalAllReduce
+from hiercomm import connect, devices, launcher, probe
+from hiercomm.allreduce import LANES, MIN_PIECE_BYTES, HierarchicalAllReduce
 from hiercomm.comm import mpi
 from hiercomm.comm.base import LocalBuffer, ReducingCommunicator, Work
 from hiercomm.comm.shm import SharedMemory
@@ -45,6 +45,7 @@ from hiercomm.timing import Timing
 from hiercomm.watch import Watch
 
 _ABORT_GRACE_S = 0.5  # other ranks may be about to say the same: let them
+_DRAIN_S = 1.0
 _GIVE_UP_GRACE_S = 10.0  # rank 0 decides when all give up; a rank that it cannot tell does so later
 _GROUP_TIMEOUT_S = 7 * 86400.0  # torch's own limit inside a node: a slow rank is no error
 
@@ -59,7 +60,8 @@ class Runtime:
         self._world = world
         self._abort_code: int | None = None
         self._channels = itertools.count()
-        self._tags = itertools.count(step=2)
+        self._tags = itertools.count(step=LANES)
+        self._piece_bytes: int | None = None
         self._unnamed: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self._pid = os.getpid()
         self._patience_s = config.stall_abort + _GIVE_UP_GRACE_S if config.stall_abort else math.inf
@@ -190,15 +192,29 @@ class Runtime:
         """The number of the next stream of events; the same on all ranks that wrap in the same order."""
         return next(self._channels)
 
-    def new_tag(self) -> int:
-        """A tag, and the one behind it, for the exchanges of one bucket."""
-        return next(self._tags)
-
     def all_reduce_engine(self, level: ReducingCommunicator) -> HierarchicalAllReduce:
         """The hierarchical all-reduce over `level` and the nodes."""
         assert self._progress is not None
         local = level if self.topology.local_size > 1 else None
-        return HierarchicalAllReduce(self.topology, local, self._groups.buckets, self._progress, self.timing)
+        if self._piece_bytes is None:
+            self._piece_bytes = self._probe(next(self._tags))
+        return HierarchicalAllReduce(
+            self.topology, local, self._groups.buckets, self._progress, self.timing, next(self._tags), self._piece_bytes
+        )
+
+    def _probe(self, tag: int) -> int:
+        if len(self.topology.nodes) == 1:
+            return MIN_PIECE_BYTES
+
+        def run(task: Task) -> None:
+            assert self._progress is not None
+            assert self._control is not None
+            pending = self._progress.submit(("probe",), task, Pending("the first exchange between the nodes"))
+            self._control.wait(pending, Waiting(str(pending)), self._patience_s)
+
+        return probe.measure(
+            self._groups.buckets, tag, run, lambda x: max(self.all_gather_object(x, self.unnamed("probe")))
+        )
 
     def count(self, channel: int) -> int:
         """This rank begins the next event of `channel`. Returns its number."""
@@ -232,6 +248,8 @@ class Runtime:
         if self._control.lost is not None:  # MPI could not be ended in peace
             sys.stderr.write(f"hiercomm: {self._control.lost}; ending the job\n")
             self.abort(1)
+        # What all ranks have begun and nobody waited for: messages may still come, into memory that must be there.
+        self._progress.drain(_DRAIN_S)
         self._watch.close()
         self._progress.close()
         self._control.close(CommError("hiercomm has been shut down"))
@@ -287,6 +305,7 @@ def init(comm: Any = None, process_sets: Any = None, **options: Any) -> None:
         with guarded(config.link_timeout):
             runtime = Runtime(config, connect.find_world(comm))
         _limit_threads(runtime)
+        devices.warn_of_crowding(runtime.topology, runtime.all_gather_object)
         _current = runtime
     if config.placement and runtime.topology.rank == 0:
         print(f"hiercomm: {runtime.topology.describe()}", file=sys.stderr, flush=True)

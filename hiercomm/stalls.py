@@ -153,13 +153,9 @@ class StallFinder:
     def verdict(self, now: float) -> str | None:
         """On rank 0, once: why the job is to be given up, as a sentence; None while it is not."""
         stall, limit_s = self.stall, self.limits.abort_s
-        if (
-            self.has_given_up
-            or self._rank != _COORDINATOR
-            or stall is None
-            or not limit_s
-            or now - stall.since < limit_s
-        ):
+        if stall is None or self._rank != _COORDINATOR or self.has_given_up:
+            return None
+        if not limit_s or now - stall.since < limit_s:
             return None
         self.has_given_up = True
         return f"gave up {describe(stall, self.hosts, now)} (HIERCOMM_STALL_ABORT={limit_s:g})"

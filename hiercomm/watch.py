@@ -19,9 +19,9 @@ from hiercomm.stalls import Late, Stall, StallFinder, clock, describe, is_same, 
 
 def stacks() -> str:
     """The Python stacks of all threads of this process but the calling one."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
     return "".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        f"thread {threads.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in sys._current_frames().items()
         if ident != threading.get_ident()
     )
@@ -50,13 +50,13 @@ class _Backoff:
 
 @final
 class Watch:
-    """A thread that says what `finder` has found, and notices when `turns`, a count, stands still.
+    """A thread that says what `finder` has found, and notices when `turns`, a count (None: ended), stands still.
 
     `name` is this rank's, with its host. `say` takes a text that ends a line; `give_up` ends the job.
     """
 
     def __init__(
-        self, finder: StallFinder, turns: Callable[[], int], name: str, give_up: Callable[[], None],
+        self, finder: StallFinder, turns: Callable[[], int | None], name: str, give_up: Callable[[], None],
         say: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         self._finder = finder
@@ -68,7 +68,7 @@ class Watch:
         self._tick_s = min(self._limits.first_s / 8, 1.0)
         self._told: Stall | None = None
         self._lines = _Backoff(self._limits.warn_s)
-        self._last_turns = -1
+        self._last_turns: int | None = None
         self._last_look: float | None = None
         self._still_s = 0.0
         self._stacks = _Backoff(self._limits.warn_s)
@@ -112,8 +112,8 @@ class Watch:
     def _look_at_thread(self, now: float) -> None:
         turns, last = self._turns(), self._last_look
         self._last_look = now
-        if turns != self._last_turns or last is None:
-            if self._stacks.has_spoken:
+        if last is None or turns is None or turns != self._last_turns:
+            if self._stacks.has_spoken and turns is not None:
                 self._say(f"hiercomm: {self._name} moves messages again, after {self._still_s:.1f} s\n")
             self._last_turns, self._still_s = turns, 0.0
             self._stacks.reset()

@@ -3,6 +3,9 @@
     hiercomm bench wrap                                  one rank: DistributedOptimizer against the plain optimizer
     hiercommrun -np 2 hiercomm bench idle                the progress thread while nothing is submitted
     hiercommrun -np 2 hiercomm bench local               inside a node: shared memory, Gloo, MPI_Allreduce
+    hiercommrun -np 4 -H a:2,b:2 hiercomm bench allreduce   between nodes: beside MPI, Gloo and Horovod
+    hiercommrun -np 2 -H a,b hiercomm bench overlap         an exchange while torch computes
+    hiercommrun -np 4 -H a:2,b:2 hiercomm bench train       a model bound by its exchange: beside DDP and Horovod
 
 Times are medians; quote ratios from one run, not single times. `--json FILE` writes the records.
 """
@@ -22,6 +25,7 @@ from torch import Tensor
 
 import hiercomm.torch as hvd
 from hiercomm import reduction, runtime
+from hiercomm.cli import bench_allreduce, bench_train
 from hiercomm.comm import mpi
 from hiercomm.comm.base import ReducingCommunicator
 from hiercomm.comm.shm import SharedMemory
@@ -36,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="hiercomm bench", description="What hiercomm costs, beside its peers.")
     parser.add_argument("what", choices=sorted(_BENCHMARKS))
     parser.add_argument("--json", metavar="FILE", help="write the records here (rank 0)")
-    parser.add_argument("--sizes", default="4KB,64KB,1MB,8MB,64MB", help="local: buffer sizes (default: %(default)s)")
+    parser.add_argument("--sizes", help="allreduce, local, overlap: sizes of the buffer, like 1MB,16MB")
+    parser.add_argument("--dtypes", default="float32", help="allreduce: torch's names (default: %(default)s)")
+    parser.add_argument("--rate", help="allreduce: what the links between the nodes carry, like 200mbit")
     parser.add_argument("--repeat", type=int, default=15, help="counted repetitions (default: %(default)s)")
     options = parser.parse_args(argv)
     rank, records = _BENCHMARKS[options.what](options)
@@ -125,7 +131,7 @@ def _local(options: argparse.Namespace) -> tuple[int, list[Record]]:
         print(f"{world.size} ranks, one node, {world.library()}; milliseconds (times shared memory)")
         print(f"{'dtype':>9} {'bytes':>10} {'shared memory':>14} {'gloo':>18} {'MPI_Allreduce':>18}")
     for dtype in (torch.float32, torch.bfloat16):
-        for nbytes in map(parse_bytes, options.sizes.split(",")):
+        for nbytes in map(parse_bytes, (options.sizes or "4KB,64KB,1MB,8MB,64MB").split(",")):
             seconds = {
                 "shm": _time_level(world, shm, nbytes, dtype, options.repeat),
                 "gloo": _time_level(world, gloo, nbytes, dtype, options.repeat),
@@ -175,7 +181,10 @@ def _time(world: mpi.MpiWorld, data: Tensor, reduce: Callable[[], None], repeat:
 
 
 _BENCHMARKS: dict[str, Callable[[argparse.Namespace], tuple[int, list[Record]]]] = {
+    "allreduce": bench_allreduce.run,
     "idle": _idle,
     "local": _local,
+    "overlap": bench_allreduce.run_overlap,
+    "train": bench_train.run,
     "wrap": _wrap,
 }

@@ -52,9 +52,10 @@ def check_hosts(hosts: Sequence[str], shell: Sequence[str], environ: Mapping[str
         raise ConfigError(f"cannot start anything by {shell[0]} on {', '.join(silent)}")
     known: dict[str, str] = {}
     for host, (name, _) in zip(hosts, answers, strict=True):
-        if known.setdefault(name, host) != host:
+        first = known.setdefault(name, host)
+        if first != host and not (_is_here(first) and _is_here(host)):  # mpirun knows the names of its own machine
             raise ConfigError(
-                f"{known[name]} and {host} both have the host name {name!r}: MPI would take them for one machine. "
+                f"{first} and {host} both have the host name {name!r}: MPI would take them for one machine. "
                 "Give each a host name of its own"
             )
 

@@ -174,6 +174,14 @@ class MpiWorld:
         else:
             self._comm.Allreduce(_mpi().IN_PLACE, buf.numpy())
 
+    def library_send(self, buf: Tensor, dest: int) -> None:
+        """The library's own MPI_Send, for comparison."""
+        self._comm.Send(buf.numpy(), dest)
+
+    def library_recv(self, buf: Tensor, source: int) -> None:
+        """The library's own MPI_Recv, for comparison."""
+        self._comm.Recv(buf.numpy(), source)
+
     def mailbox(self) -> Mailbox:
         """The control plane of the job. Collective."""
         comm = self._comm.Dup()
@@ -244,6 +252,10 @@ def _segments(data: np.ndarray[Any, np.dtype[np.uint8]]) -> list[np.ndarray[Any,
     return [data[i : i + _SEGMENT_BYTES] for i in range(0, data.nbytes, _SEGMENT_BYTES)]
 
 
+# Of operations that were dropped while under way, after an error or at the end: MPI may yet write into their buffers.
+_dropped: list[tuple[list[Any], object]] = []
+
+
 @final
 class _Requests(Work):
     """MPI requests; keeps their buffer alive."""
@@ -259,6 +271,10 @@ class _Requests(Work):
             self._requests = []
             self._data = None
         return not self._requests
+
+    def __del__(self) -> None:
+        if self._requests:
+            _dropped.append((self._requests, self._data))
 
     def __str__(self) -> str:
         return self._what

@@ -58,7 +58,7 @@ def _connection(number: int, inode: int) -> Connection | None:
         if state != _ESTABLISHED:
             return None
         address = _plain(own.getpeername()[0])
-    heard_s = min(info[-3], info[-1]) / 1e3  # data or acknowledgement
+    heard_s = min(info[-2:]) / 1e3  # data or an acknowledgement
     return Connection(inode, address, retransmits + probes > 0, heard_s) if _is_elsewhere(address) else None
 
 

@@ -9,6 +9,7 @@ from hiercomm.torch.basics import (
     cross_size,
     cuda_built,
     ddl_built,
+    device,
     gloo_built,
     gloo_enabled,
     is_homogeneous,
@@ -64,7 +65,7 @@ __all__ = [
     "Product", "Sum", "SyncBatchNorm", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
     "allreduce_async", "allreduce_async_", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
     "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "ccl_built", "cross_rank", "cross_size",
-    "cuda_built", "ddl_built", "elastic", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous",
-    "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-    "poll", "rank", "rocm_built", "shutdown", "size", "synchronize", "topology",
+    "cuda_built", "ddl_built", "device", "elastic", "global_process_set", "gloo_built", "gloo_enabled", "init",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "poll", "rank", "rocm_built", "shutdown", "size", "synchronize", "topology",
 ]  # fmt: skip

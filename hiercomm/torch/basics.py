@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hiercomm import runtime
+from hiercomm import devices, runtime
 from hiercomm.comm import mpi
 
 
@@ -26,6 +26,11 @@ def local_rank() -> int:
 def local_size() -> int:
     """Number of processes on this node."""
     return runtime.current().topology.local_size
+
+
+def device() -> torch.device:
+    """This rank's device: the GPU of its local rank, counted round those it sees; the CPU where it sees none."""
+    return devices.choose(local_rank(), devices.visible().count)
 
 
 def cross_rank() -> int:

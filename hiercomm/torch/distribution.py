@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hiercomm import runtime
+from hiercomm import devices, runtime
 from hiercomm.allreduce import Exchange, HierarchicalAllReduce
 from hiercomm.bucket import Bucket, Spec, layout, plan
 from hiercomm.errors import ConfigError, UsageError
@@ -31,21 +31,21 @@ class _Exchanges:
     Every rank starts and later distributes the same exchanges in the same order; each is counted on a channel.
     """
 
-    def __init__(self, engine: HierarchicalAllReduce, buckets: Sequence[Bucket], owner: str) -> None:
+    def __init__(self, engine: HierarchicalAllReduce, buckets: int, owner: str) -> None:
         self._runtime = runtime.current()
         self._engine = engine
         self._starts = self._runtime.new_channel()
         self._distributions = self._runtime.new_channel()
-        self._tags = {bucket.index: self._runtime.new_tag() for bucket in buckets}
+        self._buckets = buckets
         self._owner = owner
         self._numbers: dict[int, int] = {}
 
     def start(self, bucket: Bucket) -> Exchange:
         self._numbers[id(bucket.buffer)] = number = self._runtime.count(self._starts)
         # Steps count from 0, as people's loops do.
-        step, optimizer = (number - 1) // len(self._tags), self._starts // 2 + 1
+        step, optimizer = (number - 1) // self._buckets, self._starts // 2 + 1
         what = f"the exchange of bucket {bucket.index} in step {step} of {self._owner} (optimizer {optimizer})"
-        return self._engine.start(bucket.buffer, bucket.op, bucket.divisor, self._tags[bucket.index], what)
+        return self._engine.start(bucket.buffer, bucket.op, bucket.divisor, what)
 
     def finish(self, exchange: Exchange) -> None:
         number = self._numbers[id(exchange.buffer)]
@@ -74,6 +74,8 @@ class _Part:
         context.agree(options.facts(mode) | self._facts(names, specs), name, "the optimizer")
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self._require_one_device(names, device)
+        if device.type == "cuda":
+            devices.warn_of_sharing(device, context.topology.rank, context.all_gather_object)
         groups = plan(specs, context.config.bucket_bytes)
         presence = presence_spec(len(specs))
         sizes = [(layout([specs[i] for i in g])[1], specs[g[0]].dtype) for g in groups]
@@ -85,7 +87,7 @@ class _Part:
             for i, (g, b) in enumerate(zip(groups, buffers, strict=False))
         ]
         last = Bucket(len(buckets), [], [], buffers[-1], PRESENCE_OP, 1)
-        exchanges = _Exchanges(context.all_reduce_engine(level), [*buckets, last], options.label)
+        exchanges = _Exchanges(context.all_reduce_engine(level), len(buckets) + 1, options.label)
         mode.attach(Context(exchanges.start, exchanges.finish))
         self.mode = mode
         self.reducer = Reducer(

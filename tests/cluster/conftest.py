@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nodes import NAME, Cluster
+
+pytest.register_assert_rewrite("nodes")
+from nodes import NAME, Cluster  # noqa: E402
 
 
 @pytest.fixture

@@ -7,16 +7,19 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "jobs"), str(ROOT / "tests" / "ranks")]
-from job import PREAMBLE, Ended, Job  # noqa: E402
+from job import BIN, PREAMBLE, Ended, Job  # noqa: E402
 
+__all__ = ["BIN", "PREAMBLE", "Ended", "Job"]
 SCRIPT = str(ROOT / "scripts" / "cluster")
+# The title of /proc/net/tcp, and the states in which the kernel alone still has a socket, such as TIME_WAIT.
 _CLOSED = (["st"], ["04"], ["05"], ["06"], ["09"], ["0B"])
-NAME = os.environ.setdefault("CLUSTER_NAME", "tests")
+NAME = os.environ.setdefault("CLUSTER_NAME", f"tests-{zlib.crc32(bytes(ROOT)):x}")  # another checkout's is another
 
 
 class Cluster:
@@ -60,17 +63,15 @@ class Cluster:
             found += [f"{node}: {command}" for command in commands if command and "sleep infinity" not in command]
             look = self.attempt("exec", node, "sh", "-c", "ls -A /dev/shm; cat /proc/net/tcp")
             if look.returncode == 0:  # else the node is dead
-                # Finished connections linger for a minute, as TIME_WAIT (06).
-                found += [
-                    f"{node}: {line}" for line in look.stdout.splitlines() if line.split()[3:4] not in (["st"], ["06"])
-                ]
+                lines = [line for line in look.stdout.splitlines() if line.split()[3:4] not in _CLOSED]
+                found += [f"{node}: {line}" for line in lines]
         return found
 
     def assert_clean(self, patience_s: float = 10.0) -> None:
         deadline = time.monotonic() + patience_s
-        while self.left() and time.monotonic() < deadline:
+        while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        assert not self.left()
+        assert not left
 
 
 def _read(path: str) -> str:

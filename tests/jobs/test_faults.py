@@ -313,3 +313,29 @@ def test_threads_that_idle_hide_no_hang(start: Start, idle: str) -> None:
         """,
     ).end()
     fails(ended, "no rank can go on", "rank 1 waits in allreduce 'loss'")
+
+
+def test_a_receive_that_is_dropped_while_under_way_keeps_its_buffer(start: Start) -> None:
+    """MPI writes into it when the message comes, however long the one who posted it is gone."""
+    ended = start(
+        1,
+        """
+        import gc
+        from hiercomm.comm import mpi
+        comm = mpi.connect().communicator([0])
+        for tag in range(20):
+            comm.recv(torch.zeros(1 << 16), 0, tag=tag)
+        gc.collect()
+        others = [torch.zeros(1 << 16) for _ in range(20)]
+        for tag in range(20):
+            comm.send(torch.ones(1 << 16), 0, tag=tag).wait(20.0)
+        assert not any(other.any() for other in others)
+        for requests, data in mpi._dropped:
+            while not all(request.Test() for request in requests):
+                pass
+            assert (data.view("float32") == 1.0).all()
+        print("kept", len(mpi._dropped))
+        """,
+    ).end()
+    assert ended.status == 0, ended.output
+    assert "kept 20" in ended.output

@@ -149,6 +149,30 @@ def test_data_loading_workers_do_not_disturb(start: Start) -> None:
     assert ended.output.count("well") == 2
 
 
+@pytest.mark.parametrize("ranks_per_node", [1, 2], ids=["over MPI", "in shared memory"])
+def test_large_messages_in_a_container_leave_no_warnings(start: Start, ranks_per_node: int) -> None:
+    """Open MPI logs 'Read -1, expected N, errno = 1' for each where ranks may not read each other's memory."""
+    ended = start(
+        2,
+        """
+        hvd.init()
+        assert hvd.allreduce(torch.ones(10 * 2**18)).sum() == 10 * 2**18
+        """,
+        ranks_per_node=ranks_per_node,
+        env={"container": "docker", "HIERCOMM_PLACEMENT": "0"},
+    ).end()
+    assert ended.status == 0
+    assert [line for line in ended.output.splitlines() if "oversubscription" not in line] == []
+
+
+def test_more_ranks_than_cores_start_as_root_too(start: Start) -> None:
+    cores = len(os.sched_getaffinity(0))
+    ended = start(cores + 2, "hvd.init(); print('rank', hvd.rank(), flush=True)").end()
+    assert ended.status == 0, ended.output
+    assert ended.output.count("rank ") >= cores + 2
+    assert f"hiercommrun: {cores + 2} ranks on {cores} cores: oversubscription allowed" in ended.output
+
+
 def test_plain_mpirun_needs_no_settings(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -165,6 +166,22 @@ def test_handles() -> None:
     with pytest.raises(ValueError, match="was not created or has been cleared"):
         hvd.poll(handle)
     hvd.barrier()
+
+
+def test_a_large_exchange_moves_while_nobody_calls_hiercomm() -> None:
+    """Plain non-blocking MPI would not have moved; computing alone, for longer and longer, must be enough."""
+    handle = hvd.allreduce_async(torch.ones(1 << 22), name="moves", op=hvd.Sum)
+    a, seconds = torch.ones(64, 64), 0.25
+    ended = False
+    while not ended and seconds < 40:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            a = torch.tanh(a @ a)
+        ended = hvd.poll(handle)  # asks a flag: only another thread can have moved it
+        seconds *= 2
+    assert ended
+    result = hvd.synchronize(handle)
+    assert result[0] == result[-1] == hvd.size()
 
 
 def test_allgather() -> None:

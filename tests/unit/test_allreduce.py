@@ -14,7 +14,8 @@ import torch
 from meeting import Meeting
 from torch import Tensor
 
-from hiercomm.allreduce import HierarchicalAllReduce, reduce_scatter, tree_broadcast, two_phase
+from hiercomm import allreduce
+from hiercomm.allreduce import LANES, MIN_PIECE_BYTES, HierarchicalAllReduce, reduce_scatter, tree_broadcast, two_phase
 from hiercomm.comm.base import pieces
 from hiercomm.comm.loopback import Loopback
 from hiercomm.comm.shm import SharedMemory
@@ -88,12 +89,42 @@ def test_two_phase(ranks):
         comm, found = world.communicator(rank), []
         for case, (op, dtype, numel) in enumerate(cases):
             flat = values(rank, numel, dtype, case)
-            drive(two_phase(comm, flat, op, ranks if op == AVERAGE else 1, tag=2 * case))
+            drive(two_phase(comm, flat, op, ranks if op == AVERAGE else 1, tag=LANES * case))
             found.append(flat)
         return found
 
     for case, ((op, dtype, numel), results) in enumerate(zip(cases, by_case(world.run(body)), strict=True)):
         assert_right(results, in_one_process([values(r, numel, dtype, case) for r in range(ranks)], op))
+
+
+@pytest.fixture
+def _small_rounds(monkeypatch):
+    """Rounds at sizes that tests can afford."""
+    monkeypatch.setattr(allreduce, "_ROUNDS_BYTES", 128)
+
+
+@pytest.mark.usefixtures("_small_rounds")
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_two_phase_in_many_chunks(ranks):
+    """Every number of chunks around the number of lanes, odd remainders, the same bits as in one chunk."""
+    world = Loopback(ranks, max_delay_s=0.001, seed=ranks)
+    numels = [n * 64 * ranks + extra for n in (1, 2, 3, 4, 7, 10) for extra in (-17, 0, 1)]
+
+    def body(rank: int) -> list[Tensor]:
+        found = []
+        for case, numel in enumerate(numels):
+            flat = values(rank, numel, torch.float32, case)
+            drive(two_phase(world.communicator(rank), flat, AVERAGE, ranks, LANES * case, 256))
+            found.append(flat)
+        return found
+
+    for case, (numel, results) in enumerate(zip(numels, by_case(world.run(body)), strict=True)):
+        each = [values(r, numel, torch.float32, case) for r in range(ranks)]
+        in_rank_order = each[0].clone()
+        for other in each[1:]:
+            in_rank_order += other
+        assert torch.equal(results[0], in_rank_order / ranks)
+        assert_right(results, in_one_process(each, AVERAGE))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -236,7 +267,12 @@ def finish(engine: HierarchicalAllReduce, exchange: Any) -> None:
 
 
 def run_engines(
-    nodes: str, body: Callable[[int, HierarchicalAllReduce, list[Any]], Any], *, lost: int = -1, buckets: Any = BUCKETS
+    nodes: str,
+    body: Callable[[int, HierarchicalAllReduce, list[Any]], Any],
+    *,
+    lost: int = -1,
+    buckets: Any = BUCKETS,
+    piece_bytes: int = MIN_PIECE_BYTES,
 ) -> list[Any]:
     """`body(rank, engine, buffers)` on every rank; `lost` is dead between the nodes."""
     size = len(nodes)
@@ -253,7 +289,9 @@ def run_engines(
         cross = cross_world.communicator(rank, t.cross_ranks) if crosses else None
         progress = Progress(lambda: False)
         try:
-            engine = HierarchicalAllReduce(t, local if t.local_size > 1 else None, cross, progress, Timing())
+            engine = HierarchicalAllReduce(
+                t, local if t.local_size > 1 else None, cross, progress, Timing(), 5, piece_bytes
+            )
             return body(rank, engine, buffers)
         finally:
             progress.close()
@@ -261,8 +299,12 @@ def run_engines(
     return Loopback(size).run(start)
 
 
-@pytest.mark.parametrize("nodes", ["aabb", "aaab", "abcd", "aaa", "abaab"])
-def test_buckets_in_flight(nodes):
+@pytest.mark.usefixtures("_small_rounds")
+@pytest.mark.parametrize(
+    ("nodes", "piece_bytes"),
+    [*((nodes, MIN_PIECE_BYTES) for nodes in ("aabb", "aaab", "abcd", "aaa", "abaab")), ("aabb", 256), ("abcd", 64)],
+)
+def test_buckets_in_flight(nodes, piece_bytes):
     rounds, size = 20, len(nodes)
 
     def body(rank: int, engine: HierarchicalAllReduce, buffers: list[Any]) -> list[Tensor]:
@@ -273,20 +315,20 @@ def test_buckets_in_flight(nodes):
                 buffer.data.copy_(values(rank, numel, dtype, step))
                 time.sleep(jitter.choice((0, 0, 0.002)))  # ranks are never in step
                 divisor = size if op == AVERAGE else 1
-                exchanges.append(engine.start(buffer, op, divisor, 2 * i, f"bucket {i}"))
+                exchanges.append(engine.start(buffer, op, divisor, f"bucket {i}"))
             for exchange in exchanges:
                 finish(engine, exchange)
             found += [buffer.data.clone() for buffer in buffers]
         return found
 
-    results = by_case(run_engines(nodes, body))
+    results = by_case(run_engines(nodes, body, piece_bytes=piece_bytes))
     for (step, (numel, dtype, op)), replicas in zip(itertools.product(range(rounds), BUCKETS), results, strict=True):
         assert_right(replicas, in_one_process([values(r, numel, dtype, step) for r in range(size)], op))
 
 
 def test_a_lost_node_is_an_error_of_the_exchange_and_not_a_hang():
     def body(rank: int, engine: HierarchicalAllReduce, buffers: list[Any]) -> None:
-        exchange = engine.start(buffers[0], SUM, 1, 0, "bucket 0")
+        exchange = engine.start(buffers[0], SUM, 1, "bucket 0")
         if rank == 3:  # its partner between the nodes is dead
             with pytest.raises(PeerLost, match="rank 1"):
                 finish(engine, exchange)
@@ -300,7 +342,7 @@ def test_a_lost_node_is_an_error_of_the_exchange_and_not_a_hang():
 def test_a_mean_of_halves_never_passes_through_their_sum(nodes):
     def body(rank: int, engine: HierarchicalAllReduce, buffers: list[Any]) -> None:
         buffers[0].data.fill_(60000)
-        finish(engine, engine.start(buffers[0], AVERAGE, 4, 0, "bucket 0"))
+        finish(engine, engine.start(buffers[0], AVERAGE, 4, "bucket 0"))
         assert buffers[0].data.eq(60000).all()
 
     run_engines(nodes, body, buckets=[(77, torch.float16, AVERAGE)])

@@ -36,21 +36,58 @@ BATCH_SCRIPT = {
     "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0",
+    "SLURM_GTIDS": "0",
     "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+# A PBS job that has two chunks of two ranks.
+PBS = {
+    "PBS_JOBID": "17.server",
+    "PBS_NODEFILE": "/var/spool/pbs/aux/17.server",
+    "PBS_NODENUM": "0",
+    "PBS_TASKNUM": "1",
+    "PBS_VNODENUM": "0",
+    "NCPUS": "2",
 }
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "GROUP_RANK": "1",
+    "ROLE_RANK": "5",
+    "ROLE_WORLD_SIZE": "8",
+    "MASTER_ADDR": "n1",
     "RANK": "5",
     "WORLD_SIZE": "8",
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "4",
 }
-HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+HYDRA = {"PMI_FD": "6", "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+INTEL = {
+    **HYDRA,
+    "HYDRA_BSTRAP_LAUNCHER": "slurm",
+    "I_MPI_HYDRA_UUID": "cc0c0000-3bfe-a322-8361-0600e0604d4f",
+    "I_MPI_HYDRA_TOPOLIB": "ipl2",
+}
+PMIX = {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.17.0", "PMIX_HOSTNAME": "n2", "SLURM_MPI_TYPE": "pmix"}
+PMI2 = {"PMI_FD": "13", "PMI_JOBID": "17.0", "PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_MPI_TYPE": "pmi2"}
 
+# Rank 3 of 4, the second on the second of two nodes. Recorded on real ones, but for MVAPICH, PALS and PBS.
 LAUNCHERS = {
-    "Open MPI mpirun": (ompi(3, 4, 1, 2), Claim(launcher.OPEN_MPI, 3, 4, 1, 2)),
-    "MPICH Hydra": (HYDRA, Claim(launcher.HYDRA, 3, 4, 1, 2)),
-    "Intel MPI": ({**HYDRA, "I_MPI_HYDRA_UUID": "1"}, Claim(launcher.INTEL_MPI, 3, 4, 1, 2)),
+    "Open MPI 4 mpirun": (
+        {**ompi(3, 4, 1, 2), "PMIX_RANK": "3", "PMIX_NAMESPACE": "335413249", "PMIX_VERSION": "3.2.5a1"},
+        Claim(launcher.OPEN_MPI, 3, 4, 1, 2),
+    ),
+    "Open MPI 5 mpirun": (
+        {**ompi(3, 4, 1, 2), "PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-n1-2481@1", "PRTE_LAUNCHED": "1"},
+        Claim(launcher.OPEN_MPI, 3, 4, 1, 2),
+    ),
+    "MPICH 4 mpiexec": (HYDRA, Claim(launcher.HYDRA, 3, 4, 1, 2)),
+    "MPICH 5 mpiexec": ({**HYDRA, "PMI_HOSTNAME": "n2"}, Claim(launcher.HYDRA, 3, 4, 1, 2)),
+    "MPICH gforker": (
+        {"PMI_FD": "16", "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_DEBUG": "0", "MPI_APPNUM": "0"},
+        Claim(launcher.PMI, 3, 4, None, None),
+    ),
+    "Intel MPI mpiexec": (INTEL, Claim(launcher.INTEL_MPI, 3, 4, 1, 2)),
     "MVAPICH2": (
         {
             "MV2_COMM_WORLD_RANK": "3",
@@ -61,14 +98,24 @@ LAUNCHERS = {
         Claim(launcher.MVAPICH, 3, 4, 1, 2),
     ),
     "Cray PALS": (
-        {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PMI_RANK": "3", "PMI_SIZE": "4"},
+        {
+            "PALS_APID": "2f1e",
+            "PALS_NODEID": "1",
+            "PALS_RANKID": "3",
+            "PALS_LOCAL_RANKID": "1",
+            "PALS_LOCAL_SIZE": "2",
+            "PMI_RANK": "3",
+            "PMI_SIZE": "4",
+            "PMI_LOCAL_RANK": "1",
+            "PMI_LOCAL_SIZE": "2",
+            **PBS,
+        },
         Claim(launcher.PALS, 3, 4, 1, 2),
     ),
-    "srun pmi2": (
-        {"PMI_RANK": "3", "PMI_SIZE": "4", **step(3, 4, 1, 1, "2(x2)")},
-        Claim(launcher.SRUN_PMI2, 3, 4, 1, 2),
-    ),
-    "srun pmix": ({"PMIX_RANK": "3", **step(3, 4, 1, 1, "2(x2)")}, Claim(launcher.SRUN_PMIX, 3, 4, 1, 2)),
+    "Open MPI mpirun in a PBS job": ({**PBS, **ompi(3, 4, 1, 2)}, Claim(launcher.OPEN_MPI, 3, 4, 1, 2)),
+    "MPICH mpiexec in a PBS job": ({**PBS, **HYDRA}, Claim(launcher.HYDRA, 3, 4, 1, 2)),
+    "srun pmi2": ({**PMI2, **step(3, 4, 1, 1, "2(x2)")}, Claim(launcher.SRUN_PMI2, 3, 4, 1, 2)),
+    "srun pmix": ({**PMIX, **step(3, 4, 1, 1, "2(x2)")}, Claim(launcher.SRUN_PMIX, 3, 4, 1, 2)),
     "srun without an MPI": (step(3, 4, 1, 1, "2(x2)"), Claim(launcher.SRUN, 3, 4, 1, 2)),
     "torchrun": (TORCHRUN, Claim(launcher.TORCHRUN, 5, 8, 1, 4)),
     "another PMI launcher": (
@@ -80,14 +127,19 @@ LAUNCHERS = {
 TRAPS = {
     # Under mpirun in a Slurm job SLURM_* are those of the batch script, or of the step that started the daemon.
     "mpirun in a batch script": ({**BATCH_SCRIPT, **ompi(3, 4, 1, 2)}, Claim(launcher.OPEN_MPI, 3, 4, 1, 2)),
-    "mpirun on a remote node": (
-        {**step(1, 2, 0, 1, "1(x2)"), **ompi(3, 4, 1, 2)},
+    "Open MPI 5 on another node than mpirun's": (
+        {**step(0, 1, 0, 0, "1"), "SLURM_NNODES": "1", **ompi(3, 4, 1, 2), "PMIX_RANK": "3"},
         Claim(launcher.OPEN_MPI, 3, 4, 1, 2),
     ),
-    "mpirun sets PMIX_RANK too": ({**ompi(3, 4, 1, 2), "PMIX_RANK": "3"}, Claim(launcher.OPEN_MPI, 3, 4, 1, 2)),
-    "Hydra in a step, LOCALID 0 everywhere": (
-        {**step(0, 2, 0, 0, "1(x2)"), **HYDRA},
+    # Hydra's own srun: LOCALID is 0 everywhere, and MPICH 4 and Intel MPI hand on the first node's variables.
+    "MPICH 5 in a Slurm job": ({**step(1, 2, 0, 1, "1(x2)"), **HYDRA}, Claim(launcher.HYDRA, 3, 4, 1, 2)),
+    "MPICH 4 in a Slurm job": (
+        {**step(0, 2, 0, 0, "1(x2)"), "SLURM_NTASKS": "4", **HYDRA},
         Claim(launcher.HYDRA, 3, 4, 1, 2),
+    ),
+    "Intel MPI in a Slurm job": (
+        {**step(1, 2, 0, 1, "1(x2)"), "SLURM_NTASKS": "4", **INTEL},
+        Claim(launcher.INTEL_MPI, 3, 4, 1, 2),
     ),
     "PMI that is not the step's": (
         {"PMI_RANK": "1", "PMI_SIZE": "4", **step(0, 1, 0, 0, "1")},
@@ -123,6 +175,7 @@ TRAPS = {
 NO_CLAIM = {
     "nothing": {},
     "a batch script that runs python itself": BATCH_SCRIPT,
+    "a PBS script that runs python itself": PBS,
     "RANK and WORLD_SIZE of somebody else": {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
     "a launcher of Horovod's": {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "4"},
     "rank only": {"OMPI_COMM_WORLD_RANK": "0"},

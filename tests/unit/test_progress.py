@@ -273,3 +273,30 @@ def test_an_operation_fails_when_the_progress_thread_is_closed():
         pending = spawned(progress, step([], "x", Gate()))
     with pytest.raises(CommError, match="shut down"):
         pending.wait(2)
+
+
+def test_drain_lets_tasks_end_and_gives_up_on_those_that_do_not_move():
+    progress = Progress(lambda: False)
+
+    def steps(count):
+        for _ in range(count):
+            time.sleep(0.01)
+            yield Done()
+        return count
+
+    @final
+    class Never(Work):
+        def is_completed(self) -> bool:
+            return False
+
+    def stuck():
+        yield Never()
+
+    ends = progress.submit("a", steps(40), Pending("many steps"))
+    progress.drain(10.0)
+    assert ends.has_ended()
+    progress.submit("b", stuck(), Pending("stuck"))
+    begin = time.monotonic()
+    progress.drain(0.2)
+    assert time.monotonic() - begin >= 0.2
+    progress.close()

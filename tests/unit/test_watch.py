@@ -305,11 +305,14 @@ class Lines:
         self.said: list[tuple[float, str]] = []
         self.now = 50.0
         self.turns: int | None = None  # None: the thread goes on
+        self.has_ended = False
         self.given_up: list[float] = []
         self.stalls = StallFinder(0, HOSTS, Limits(warn_s, abort_s))
         self.watch = Watch(self.stalls, self._count, "rank 0 on ant", lambda: self.given_up.append(self.now), self._say)
 
-    def _count(self) -> int:
+    def _count(self) -> int | None:
+        if self.has_ended:
+            return None
         return round(self.now * 1000) if self.turns is None else self.turns
 
     def _say(self, text: str) -> None:
@@ -381,6 +384,16 @@ def test_a_thread_that_stands_still_is_reported_with_stacks_within_twice_the_lim
     lines.run(3.0)
     assert len(lines.said) == 5
     assert "moves messages again" in lines.said[-1][1]
+    assert not lines.given_up
+
+
+def test_a_thread_that_has_ended_is_not_stuck():
+    """Its error was raised to all who wait; the program may go on alone."""
+    lines = Lines(abort_s=5.0)
+    lines.run(1.0)
+    lines.has_ended = True
+    lines.run(20.0)
+    assert lines.said == []
     assert not lines.given_up
 
 
