@@ -14,9 +14,8 @@ import dataclasses
 import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -26,13 +25,13 @@ from hiercomm.cli import facts as own
 from hiercomm.cli import findings, links, networks, table
 from hiercomm.cli.examination import Exchange, Job, Link, listing
 from hiercomm.cli.facts import Facts
+from hiercomm.cli.limits import leave, limit, starting
 from hiercomm.cli.measure import CONTACT_S, EXCHANGE_S, FIRST_TAG, LINK_S, LinkResult, Post, Rank, SumResult
 from hiercomm.comm import mpi
 from hiercomm.comm.base import Communicator
 from hiercomm.config import Config, override_mpi, process_environment
 from hiercomm.errors import CommError, ConfigError
 
-_START_S = 60.0  # until MPI has started on all ranks
 _HELLO_S = 10.0  # until a rank has sent its facts
 _ORDER_S = 600.0  # until the next exercise
 _LINKS_S = 90.0  # no new link is measured after this
@@ -86,29 +85,10 @@ def _start(facts: Facts) -> tuple[str, int, int]:
         # What would lead astray must not keep the ranks from telling us so.
         limits = (facts.variables.get(f"OMPI_MCA_btl_tcp_if_{word}") for word in ("include", "exclude"))
         override_mpi(networks.detour(facts.interfaces, *limits))
-    with _limit(_START_S, lambda: _leave(facts, f"MPI has not started within {_START_S:g} s")):
+    with starting(facts):
         level = mpi.thread_level()
         rank, size = mpi.place()
     return level, rank, size
-
-
-@contextmanager
-def _limit(seconds: float, otherwise: Callable[[], None]) -> Iterator[None]:
-    """Call `otherwise`, which ends the process, where the block takes longer: it may be inside MPI for ever."""
-    timer = threading.Timer(seconds, otherwise)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _leave(facts: Facts, why: str, grace_s: float = 0.0) -> None:
-    rank = "a rank" if facts.claimed_rank is None else f"rank {facts.claimed_rank}"
-    print(f"hiercomm doctor: {rank} on {facts.host}: {why}", file=sys.stderr, flush=True)
-    time.sleep(grace_s)
-    os._exit(1)
 
 
 def _alone(facts: Facts, path: str | None) -> int:
@@ -119,7 +99,7 @@ def _alone(facts: Facts, path: str | None) -> int:
 def _stay_quiet(facts: Facts) -> int:
     # Rank 0 says it for all; where it has no such fault, its launcher learns by this exit status.
     time.sleep(3.0)
-    _leave(facts, f"MPI cannot be used: {facts.mpi_error or f'{facts.library} was not started by {facts.launcher}'}")
+    leave(facts, f"MPI cannot be used: {facts.mpi_error or f'{facts.library} was not started by {facts.launcher}'}")
     return 1
 
 
@@ -168,10 +148,10 @@ def _assist(post: Post, comm: Communicator, facts: Facts) -> int:
             what, arguments, limit_s = post.receive(0, "do", _ORDER_S)
             if what == "end":
                 break
-            with _limit(limit_s + 10.0, lambda: _leave(facts, f"the {what} exchange hangs")):  # noqa: B023
+            with limit(limit_s + 10.0, lambda: leave(facts, f"the {what} exchange hangs")):  # noqa: B023
                 post.send(0, "done", part.run(what, *arguments))
     except CommError as error:
-        _leave(facts, f"cannot reach rank 0: {error}", grace_s=15.0)
+        leave(facts, f"cannot reach rank 0: {error}", grace_s=15.0)
     if not arguments[0]:
         os._exit(1)  # MPI's own end would wait for messages that never come
     return 0
@@ -232,7 +212,7 @@ class _Examiner:
 
     @contextmanager
     def _within(self, seconds: float, what: str) -> Iterator[None]:
-        with _limit(seconds + 5.0, lambda: self._give_up(f"{what} did not end within {seconds + 5.0:g} s")):
+        with limit(seconds + 5.0, lambda: self._give_up(f"{what} did not end within {seconds + 5.0:g} s")):
             yield
 
     def _give_up(self, why: str) -> None:
@@ -241,12 +221,14 @@ class _Examiner:
 
     def _order(self, what: str, orders: Mapping[int, tuple[Any, ...]], limit_s: float) -> dict[int, Any]:
         """Have ranks carry out an exercise, each with its arguments. Returns their results, as far as they come."""
+        begin = time.monotonic()
         with self._within(limit_s + 5.0, f"the {what} exchange"):
             for rank, arguments in orders.items():
                 if rank != 0:
                     self._post.send(rank, "do", (what, arguments, limit_s))
             results = {0: self._part.run(what, *orders[0])} if 0 in orders else {}
-            return results | self._post.gather([rank for rank in orders if rank != 0], "done", limit_s + 4.0)
+            left_s = max(1.0, begin + limit_s + 4.0 - time.monotonic())
+            return results | self._post.gather([rank for rank in orders if rank != 0], "done", left_s)
 
     # ---- exercises ---------------------------------------------------------------------------------------
 
@@ -308,11 +290,11 @@ class _Examiner:
         return both[0].machine == both[1].machine and not slowed
 
     def _cross(self) -> None:
-        if self._job.silent or any(link.error for link in self._job.links):
-            failed = [name for link in self._job.links if link.error for name in (link.a, link.b)]
-            pairs = [f"{link.a}-{link.b}" for link in self._job.links if link.error]
-            where = listing(pairs) if failed else f"rank {', '.join(map(str, self._job.silent))}"
-            return self._skip("cross", f"FAIL hosts {where}")
+        pairs = [f"{link.a}-{link.b}" for link in self._job.links if link.error]
+        if pairs:
+            return self._skip("cross", f"FAIL hosts {listing(pairs)}")
+        if self._job.silent:
+            return self._skip("cross", f"FAIL no word from rank {', '.join(map(str, self._job.silent))}")
         nodes = list(self._job.members().values())
         equal = len({len(ranks) for ranks in nodes}) == 1
         groups = list(zip(*nodes, strict=True)) if equal else [tuple(ranks[0] for ranks in nodes)]
@@ -343,6 +325,8 @@ class _Examiner:
         """Why the whole would only hang or fail as its parts did."""
         job = self._job
         failed = [exchange.level for exchange in job.exchanges if exchange.error is not None]
+        if job.silent:
+            return f"no word from rank {', '.join(map(str, job.silent))}"
         if failed or "FAIL" in job.skipped.get("cross", ""):
             return "a part of it fails"
         if any(f.thread_level not in ("serialized", "multiple") for f in job.facts.values()):

@@ -79,7 +79,7 @@ def test_a_node_that_cannot_reach_the_first_is_named(cluster: Cluster) -> None:
 
 
 def test_bridges_that_lead_nowhere(cluster: Cluster) -> None:
-    """BUGREPORTS 7 of the design: Open MPI would take docker0, and hang; doctor goes round it and says what to set."""
+    """Open MPI would take docker0, and hang or abort; doctor goes round it and says what to set."""
     cluster.up(2, "--rate", "200mbit")
     for node in cluster.nodes:
         bridge(cluster, node)

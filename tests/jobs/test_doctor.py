@@ -70,7 +70,7 @@ def test_thread_level_single() -> None:
 
 
 def test_a_link_without_end() -> None:
-    """BUGREPORTS 6 of the design: four ranks, two nodes, a failing cross level: the report says so."""
+    """Four ranks on two nodes, and a cross level that fails: the report says which level, and between whom."""
     ended = examine(4, 2, env={"HIERCOMM_CROSS_RATE": "1kbit"})
     only(ended, "link", "node0 and node1 cannot exchange messages")
     assert "local  OK (2/2)" in ended.output, ended.output
@@ -79,7 +79,7 @@ def test_a_link_without_end() -> None:
 
 
 def test_a_slow_node_and_options_that_differ() -> None:
-    """With three nodes it is the node that is named, not its links: emulated ones are slow both ways, too."""
+    """With three nodes it is the node that is named, not its links."""
     script = f"""
 import os, sys
 if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
@@ -100,6 +100,14 @@ def test_a_rank_that_does_not_answer() -> None:
     ended = Job([str(BIN / "hiercommrun"), "-np", "3", "sh", "-c", script, "-", *DOCTOR], {}).end(SLOW_S)
     only(ended, "unreachable", "hears nothing from rank 1", "(1 rank silent)")
     assert ended.seconds < 60.0
+
+
+def test_a_rank_that_never_starts_mpi() -> None:
+    script = '[ $OMPI_COMM_WORLD_RANK != 1 ] || exec sleep 600; exec "$@"'
+    ended = Job([str(BIN / "hiercommrun"), "-np", "2", "sh", "-c", script, "-", *DOCTOR], {}).end(SLOW_S)
+    assert ended.status != 0
+    assert "rank 0 on" in ended.output, ended.output
+    assert "MPI has not started within 60 s: some rank has not come so far (Open MPI v" in ended.output
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")

@@ -421,7 +421,7 @@ def test_failing_links():
 
 
 def test_local_works_and_cross_fails():
-    """BUGREPORTS 6 of the design: the failing level and the hosts are named."""
+    """The failing level and the hosts are named."""
     good = [Exchange(level="local", nodes=(n,), transport="shared memory", seconds=1e-3) for n in ("A", "B")]
     bad = Exchange(level="cross", nodes=("A", "B"), transport="MPI", error="rank 0: nothing arrives")
     sick = dataclasses.replace(two_by_two(), exchanges=[*good, bad])
