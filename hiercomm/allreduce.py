@@ -29,17 +29,18 @@ from hiercomm.timing import Timing
 from hiercomm.topology import Topology
 
 # A large buffer goes in chunks, so that one chunk is added while others travel; chunks go in a few lanes, each lane one
-# after the other. Pieces of 128 KB keep a link of 200 Mbit/s busy: with a megabyte in flight the queues of such links
-# between four nodes run full, and a fifth is lost. Faster links need larger ones (probe.py).
-MIN_PIECE_BYTES, MAX_PIECE_BYTES = 128 << 10, 1 << 20
+# after the other. A piece should be on the link for a millisecond or two (probe.py chooses). The kernel sends 64 KB at
+# once and holds back a small rest of them: messages of 64, 65 or 128 KB take up to four times as long, hence the gaps.
+PIECE_BYTES = tuple(kb << 10 for kb in (32, 48, 96, 160, 224, 480, 992))
+_USUAL_PIECE_BYTES = 96 << 10
 LANES = 3
 # From this size on pieces are exchanged in rounds, in each of which nobody is sent to by two ranks.
 _ROUNDS_BYTES = 32 << 10
 
 
 def chunks(comm: Communicator, flat: Tensor, piece_bytes: int) -> list[Tensor]:
-    """Views of `flat` that are reduced one by one: chunk i goes in lane i % LANES."""
-    return pieces(flat, max(1, -(-flat.nbytes // (comm.size * piece_bytes))))
+    """Views of `flat` that are reduced one by one, in pieces of exactly `piece_bytes` but in the last."""
+    return list(flat.split(max(1, comm.size * piece_bytes // flat.itemsize))) if flat.numel() else [flat]
 
 
 def _all_to_all(comm: Communicator, out: Sequence[Tensor], buf: Sequence[Tensor], tag: int) -> Task:
@@ -81,7 +82,7 @@ def reduce_chunk(comm: Communicator, flat: Tensor, op: str, divisor: int, tag: i
 
 
 def two_phase(
-    comm: Communicator, flat: Tensor, op: str, divisor: int, tag: int, piece_bytes: int = 2 * MIN_PIECE_BYTES
+    comm: Communicator, flat: Tensor, op: str, divisor: int, tag: int, piece_bytes: int = _USUAL_PIECE_BYTES
 ) -> Task:
     """Task: all-reduce of a flat CPU tensor, the same bits on every rank. Uses LANES tags from `tag` on."""
     parts = chunks(comm, flat, piece_bytes)

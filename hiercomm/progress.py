@@ -20,7 +20,8 @@ from hiercomm.errors import CommError, CommTimeout
 
 Task = Generator[Work, None, Any]
 
-_BUSY_SLEEP_S = (50e-6, 500e-6)  # nothing moved although work is under way
+_BUSY_SLEEP_S = (50e-6, 1e-3)  # nothing moved although work is under way: between these
+_PACE = 0.5  # of the usual time between two movements; several lanes hide that they are noticed so late
 _IDLE_SLEEP_S = 10e-3  # no work at all: only messages from other ranks can come
 
 
@@ -137,6 +138,7 @@ class Progress:
         self._wake = threading.Event()
         self._stop = False
         self._moved_at = 0.0
+        self._gap_s = 0.0  # between movements, smoothed
         self._error: BaseException | None = None
         self._turns = 0
         self._thread = threading.Thread(target=self._run, name="hiercomm-progress", daemon=True)
@@ -181,7 +183,7 @@ class Progress:
         self._fail(CommError("hiercomm has been shut down"))
 
     def _run(self) -> None:
-        sleep_s = _BUSY_SLEEP_S[0]
+        sleep_s, longest_s = _BUSY_SLEEP_S
         while not self._stop:
             self._turns += 1
             self._wake.clear()
@@ -193,14 +195,20 @@ class Progress:
                 self._fail(error)
                 return
             if moved:
-                self._moved_at = time.monotonic()
-                sleep_s = _BUSY_SLEEP_S[0]
+                sleep_s = self._pace()
                 os.sched_yield()
             elif self._queues or self._is_busy():
                 self._wake.wait(sleep_s)
-                sleep_s = min(sleep_s * 1.1, _BUSY_SLEEP_S[1])
+                sleep_s = min(sleep_s * 1.1, longest_s)
             else:
                 self._wake.wait(_IDLE_SLEEP_S)
+
+    def _pace(self) -> float:
+        """Something moved: how long to sleep before the next look. Looking costs a core that the model could use."""
+        now = time.monotonic()
+        self._gap_s += (min(now - self._moved_at, _BUSY_SLEEP_S[1]) - self._gap_s) / 4
+        self._moved_at = now
+        return max(_BUSY_SLEEP_S[0], _PACE * self._gap_s)
 
     def _advance(self) -> bool:
         moved = False

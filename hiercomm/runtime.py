@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hiercomm import config as configuration
 from hiercomm import connect, devices, launcher, probe
-from hiercomm.allreduce import LANES, MIN_PIECE_BYTES, HierarchicalAllReduce
+from hiercomm.allreduce import LANES, PIECE_BYTES, HierarchicalAllReduce
 from hiercomm.comm import mpi
 from hiercomm.comm.base import LocalBuffer, ReducingCommunicator, Work
 from hiercomm.comm.shm import SharedMemory
@@ -204,7 +204,7 @@ class Runtime:
 
     def _probe(self, tag: int) -> int:
         if len(self.topology.nodes) == 1:
-            return MIN_PIECE_BYTES
+            return PIECE_BYTES[0]
 
         def run(task: Task) -> None:
             assert self._progress is not None

@@ -15,7 +15,7 @@ from meeting import Meeting
 from torch import Tensor
 
 from hiercomm import allreduce
-from hiercomm.allreduce import LANES, MIN_PIECE_BYTES, HierarchicalAllReduce, reduce_scatter, tree_broadcast, two_phase
+from hiercomm.allreduce import LANES, PIECE_BYTES, HierarchicalAllReduce, reduce_scatter, tree_broadcast, two_phase
 from hiercomm.comm.base import pieces
 from hiercomm.comm.loopback import Loopback
 from hiercomm.comm.shm import SharedMemory
@@ -272,7 +272,7 @@ def run_engines(
     *,
     lost: int = -1,
     buckets: Any = BUCKETS,
-    piece_bytes: int = MIN_PIECE_BYTES,
+    piece_bytes: int = PIECE_BYTES[0],
 ) -> list[Any]:
     """`body(rank, engine, buffers)` on every rank; `lost` is dead between the nodes."""
     size = len(nodes)
@@ -302,7 +302,7 @@ def run_engines(
 @pytest.mark.usefixtures("_small_rounds")
 @pytest.mark.parametrize(
     ("nodes", "piece_bytes"),
-    [*((nodes, MIN_PIECE_BYTES) for nodes in ("aabb", "aaab", "abcd", "aaa", "abaab")), ("aabb", 256), ("abcd", 64)],
+    [*((nodes, PIECE_BYTES[0]) for nodes in ("aabb", "aaab", "abcd", "aaa", "abaab")), ("aabb", 256), ("abcd", 64)],
 )
 def test_buckets_in_flight(nodes, piece_bytes):
     rounds, size = 20, len(nodes)
