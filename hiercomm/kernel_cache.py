@@ -53,7 +53,7 @@ def digest() -> int:
 
 
 def compiled() -> Path:
-    """The CPU's library, compiled now if it is not in the cache. Raises KernelError with the reason why it cannot be."""
+    """The CPU's library, compiled now if it is not in the cache. Raises KernelError with the reason it cannot be."""
     return cached(f"twin-{digest():016x}-{os.uname().machine}.so", _compile)
 
 

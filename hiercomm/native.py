@@ -1,11 +1,12 @@
-"""Kernels on tensors: numbers to codes and back, the same bytes on a CPU and on a GPU. Alone to import ctypes and CuPy.
+"""Kernels on tensors: numbers to codes and back, the same bytes on a CPU and a GPU. Alone to import ctypes and CuPy.
 
-Everything is in place, on contiguous flat tensors of one device; on a GPU it is queued on torch's current stream. Numbers
-are float32; denormals count as zeros. Codes go over the wire, little-endian: their tensors may be uint8 or a type of the
-codes' own width, and start at any byte.
+Everything is in place, on contiguous flat tensors of one device; on a GPU it is queued on torch's current stream.
+Numbers are float32; denormals count as zeros. Codes go over the wire, little-endian: their tensors may be uint8 or
+a type of the codes' own width, and start at any byte.
 
 - `quantize`, `sign`: blocks of BLOCK elements, each with a scale in bf16 (2 bytes). A block that holds NaN, inf or
-  a magnitude from 2^127 on is poisoned: its scale is NaN (0x7fc0), its codes and its residual are 0, and it decodes to NaN.
+  a magnitude from 2^127 on is poisoned: its scale is NaN (0x7fc0), its codes and its residual are 0, and it decodes
+  to NaN.
 - `top_k`: for each span of SPAN elements how many are chosen (4 bytes), for each element chosen its place in the span
   (2 bytes) and its value in bf16.
 
@@ -55,7 +56,7 @@ def quantize(
 
 
 def sign(x: Tensor, residual: Tensor | None, codes: Tensor, scales: Tensor) -> None:
-    """x, plus the residual, as one bit (set: negative) and the block's mean magnitude. `dequantize("sign", ...)` decodes.
+    """x, plus the residual, as one bit (set: negative) and the block's mean magnitude; `dequantize` decodes "sign".
 
     codes: code_bytes("sign", n) bytes; scales: 2 bytes a block. Raises KernelError.
     """
@@ -162,7 +163,7 @@ def _gpu() -> _Kernels:
     except (ImportError, OSError, RuntimeError) as error:
         _say(f"GPU tensors are compressed on the CPU, slowly: {error}. pip install 'hiercomm[gpu]' puts it right.")
         return _staged(_cpu())
-    return _Kernels("cuda", _cuda_quantize, _cuda_dequantize, _cuda_top_k, _cuda_scatter)
+    return _cuda()
 
 
 def _say(sentence: str) -> None:
@@ -176,7 +177,7 @@ def _say(sentence: str) -> None:
 
 
 def _library() -> ctypes.CDLL:
-    """The compiled library: the one built at install, or, where that is missing or of other sources, of the cache."""
+    """The one built at install; where that is missing or of other sources, the cache's."""
     with contextlib.suppress(OSError, AttributeError):
         return _opened(kernel_cache.INSTALLED)
     path = kernel_cache.compiled()
@@ -235,7 +236,7 @@ def _numpy() -> _Kernels:
     def on_arrays(function: Callable[..., None]) -> Callable[..., None]:
         return lambda *arguments: function(*(_array(a) if isinstance(a, Tensor) else a for a in arguments))
 
-    functions = (oracle.quantize, oracle.dequantize, oracle.top_k, oracle.scatter)
+    functions: tuple[Callable[..., None], ...] = (oracle.quantize, oracle.dequantize, oracle.top_k, oracle.scatter)
     return _Kernels("numpy", *map(on_arrays, functions))
 
 
@@ -257,7 +258,7 @@ def _staged(kernels: _Kernels) -> _Kernels:
 
         return run
 
-    functions = (kernels.quantize, kernels.dequantize, kernels.top_k, kernels.scatter)
+    functions: tuple[Callable[..., None], ...] = (kernels.quantize, kernels.dequantize, kernels.top_k, kernels.scatter)
     return _Kernels(kernels.name, *map(on_host, functions))
 
 
@@ -310,9 +311,13 @@ def _module(device: int) -> Any:
         return cupy.RawModule(path=str(path))
 
 
+def _cuda() -> _Kernels:
+    return _Kernels("cuda", _cuda_quantize, _cuda_dequantize, _cuda_top_k, _cuda_scatter)
+
+
 def _launch(device: torch.device, name: str, blocks: int, *arguments: Any) -> None:
-    """Queue a kernel on torch's current stream. Tensors go as pointers, None as the null pointer; NumPy's scalars as what
-    they are: a plain int would always go as 64 bits.
+    """Queue a kernel on torch's current stream. Tensors go as pointers, None as the null pointer; NumPy's scalars as
+    what they are: a plain int would always go as 64 bits.
     """
     import cupy
 

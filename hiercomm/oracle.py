@@ -4,6 +4,8 @@ Tests compare the kernels with it, and it takes their place, far slower, where n
 flat arrays: float32 numbers, uint8 codes. Knows nothing of torch, or of how kernels are compiled.
 """
 
+# NumPy says Any of what operators make of its arrays.
+# mypy: disable-error-code="no-any-return"
 from __future__ import annotations
 
 from typing import Any

@@ -12,6 +12,7 @@
 #else
 #define LEVELS
 #endif
+#define INLINE __attribute__((always_inline))
 #define API extern "C" __attribute__((visibility("default")))
 
 using namespace hiercomm;
@@ -44,10 +45,18 @@ struct Histogram {
   }
 };
 
-FN bool any_from(const float *v, u32 least) {
-  u32 any = 0;
-  for (int j = 0; j < GROUP; ++j) any |= (u32)(rank_of(v[j]) >= least);
-  return any != 0;
+// Calls `found` for each index below n whose rank holds, in order. Of 32 elements at once it is one comparison each, and
+// nearly all come out empty.
+template <class Holds, class Found>
+FN void each(const float *v, i64 n, Holds holds, Found found) {
+  i64 first = 0;
+  for (; first + GROUP <= n; first += GROUP) {
+    u32 mask = 0;
+    for (int j = 0; j < GROUP; ++j) mask |= (u32)holds(rank_of(v[first + j])) << j;
+    for (; mask; mask &= mask - 1) found(first + __builtin_ctz(mask));
+  }
+  for (; first < n; ++first)
+    if (holds(rank_of(v[first]))) found(first);
 }
 
 // e += x, and a lower bound on the k-th largest rank: the k-th largest of the maxima of groups of 16. Few elements that
@@ -76,42 +85,26 @@ FN u32 add_and_bound(const float *x, float *e, i64 n, i64 k, Histogram &histogra
 // The k-th largest rank; k becomes how many of that rank are among the k largest.
 FN u32 select(const float *v, i64 n, i64 &k, u32 bound, Histogram &histogram) {
   histogram.clear();
-  for (i64 first = 0; first < n; first += GROUP) {
-    const int m = (int)(n - first < GROUP ? n - first : GROUP);
-    if (m == GROUP && !any_from(v + first, bound)) continue;
-    for (int j = 0; j < m; ++j) ++histogram.bin[rank_of(v[first + j]) >> LOW_BITS];
-  }
-  const u32 high = histogram.find(k);
+  each(v, n, [=](u32 r) INLINE { return r >= bound; }, [&](i64 i) INLINE { ++histogram.bin[rank_of(v[i]) >> LOW_BITS]; });
+  const u32 high = histogram.find(k), low_mask = (1u << LOW_BITS) - 1u;
   histogram.clear();
-  for (i64 first = 0; first < n; first += GROUP) {
-    const int m = (int)(n - first < GROUP ? n - first : GROUP);
-    if (m == GROUP && !any_from(v + first, high << LOW_BITS)) continue;
-    for (int j = 0; j < m; ++j) {
-      const u32 r = rank_of(v[first + j]);
-      if (r >> LOW_BITS == high) ++histogram.bin[r & ((1u << LOW_BITS) - 1)];
-    }
-  }
+  each(v, n, [=](u32 r) INLINE { return r >> LOW_BITS == high; },
+       [&](i64 i) INLINE { ++histogram.bin[rank_of(v[i]) & low_mask]; });
   return (high << LOW_BITS) | histogram.find(k);
 }
 
-// Writes elements first to last of a span whose rank is above `least`, and the first `ties` of that rank.
-FN u32 pack(const float *v, float *e, i64 start, i64 end, u32 least, i64 &ties, u8 *indices, u8 *values) {
+// Of a span, the elements whose rank is above `least` and the first `ties` of that rank. Returns how many.
+FN u32 pack(const float *v, float *e, i64 n, u32 least, i64 &ties, u8 *indices, u8 *values) {
   u32 taken = 0;
-  for (i64 first = start; first < end; first += GROUP) {
-    const int m = (int)(end - first < GROUP ? end - first : GROUP);
-    if (m == GROUP && !any_from(v + first, least)) continue;
-    for (i64 i = first; i < first + m; ++i) {
-      const float f = flush(v[i]);
-      const u32 r = rank_of(f);
-      if (r < least || (r == least && ties == 0)) continue;
-      ties -= r == least;
-      const u16 wire = to_bf16(f);
-      store16(indices + 2 * taken, (u16)(i - start));
-      store16(values + 2 * taken, wire);
-      ++taken;
-      if (e) e[i] = left_out(f, wire);
-    }
-  }
+  each(v, n, [=](u32 r) INLINE { return r >= least; }, [&](i64 i) INLINE {
+    const float f = flush(v[i]);
+    if (rank_of(f) == least && ties-- <= 0) return;
+    const u16 wire = to_bf16(f);
+    store16(indices + 2 * taken, (u16)i);
+    store16(values + 2 * taken, wire);
+    ++taken;
+    if (e) e[i] = left_out(f, wire);
+  });
   return taken;
 }
 
@@ -150,8 +143,8 @@ API LEVELS void hiercomm_top_k(const float *x, float *e, u8 *counts, u8 *indices
   i64 ties = k;
   const u32 least = select(v, n, ties, bound, histogram);
   for (i64 start = 0, taken = 0; start < n; start += SPAN) {
-    const i64 end = start + SPAN < n ? start + SPAN : n;
-    const u32 count = pack(v, e, start, end, least, ties, indices + 2 * taken, values + 2 * taken);
+    const i64 rest = n - start < SPAN ? n - start : SPAN;
+    const u32 count = pack(v + start, e ? e + start : nullptr, rest, least, ties, indices + 2 * taken, values + 2 * taken);
     store32(counts + 4 * (start / SPAN), count);
     taken += count;
   }
