@@ -6,6 +6,7 @@
     |-- UsageError (RuntimeError)           a call at the wrong time or in the wrong order
     |   |-- NotInitialized (ValueError)     before `init()` or after `shutdown()`
     |   `-- GradientOrderError (AssertionError)   backward, synchronize and step do not fit together
+    |-- KernelError                         a kernel was given what it cannot work on, or cannot be had
     `-- CommError (RuntimeError)            an operation between ranks failed
         |-- RankMismatch                    the ranks asked for different things
         |-- CommTimeout                     nothing arrived in time
@@ -43,6 +44,10 @@ class NotInitialized(UsageError, ValueError):
 
 class GradientOrderError(UsageError, AssertionError):
     """The order of backward, synchronize, zero_grad and step makes no sense."""
+
+
+class KernelError(HierCommError):
+    """A kernel was given tensors that do not fit, or cannot be compiled."""
 
 
 class CommError(HierCommError, RuntimeError):

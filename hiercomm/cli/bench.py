@@ -1,5 +1,6 @@
 """`hiercomm bench`: what hiercomm costs, beside its peers, in one run.
 
+    hiercomm bench kernels                               one process: what compression costs, beside a copy
     hiercomm bench wrap                                  one rank: DistributedOptimizer against the plain optimizer
     hiercommrun -np 2 hiercomm bench idle                the progress thread while nothing is submitted
     hiercommrun -np 2 hiercomm bench local               inside a node: shared memory, Gloo, MPI_Allreduce
@@ -25,7 +26,7 @@ from torch import Tensor
 
 import hiercomm.torch as hvd
 from hiercomm import reduction, runtime
-from hiercomm.cli import bench_allreduce, bench_train
+from hiercomm.cli import bench_allreduce, bench_kernels, bench_train
 from hiercomm.comm import mpi
 from hiercomm.comm.base import ReducingCommunicator
 from hiercomm.comm.shm import SharedMemory
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="hiercomm bench", description="What hiercomm costs, beside its peers.")
     parser.add_argument("what", choices=sorted(_BENCHMARKS))
     parser.add_argument("--json", metavar="FILE", help="write the records here (rank 0)")
-    parser.add_argument("--sizes", help="allreduce, local, overlap: sizes of the buffer, like 1MB,16MB")
+    parser.add_argument("--sizes", help="allreduce, kernels, local, overlap: sizes of the buffer, like 1MB,16MB")
     parser.add_argument("--dtypes", default="float32", help="allreduce: torch's names (default: %(default)s)")
     parser.add_argument("--rate", help="allreduce: what the links between the nodes carry, like 200mbit")
     parser.add_argument("--repeat", type=int, default=15, help="counted repetitions (default: %(default)s)")
@@ -183,6 +184,7 @@ def _time(world: mpi.MpiWorld, data: Tensor, reduce: Callable[[], None], repeat:
 _BENCHMARKS: dict[str, Callable[[argparse.Namespace], tuple[int, list[Record]]]] = {
     "allreduce": bench_allreduce.run,
     "idle": _idle,
+    "kernels": bench_kernels.run,
     "local": _local,
     "overlap": bench_allreduce.run_overlap,
     "train": bench_train.run,

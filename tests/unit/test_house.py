@@ -29,8 +29,8 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8"), path.name) for name, 
 
 # The first part of a module's name below hiercomm; "" is hiercomm/__init__.py.
 LAYERS = (
-    {"topology", "config", "errors", "launcher", "reduction", "devices"},
-    {"comm", "compress", "progress", "bucket", "timing", "native"},
+    {"topology", "config", "errors", "launcher", "reduction", "devices", "oracle", "kernels"},
+    {"comm", "compress", "progress", "bucket", "timing", "native", "kernel_arguments", "kernel_cache"},
     {
         "allreduce",
         "negotiate",
