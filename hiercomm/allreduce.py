@@ -29,7 +29,7 @@ from hiercomm.timing import Timing
 from hiercomm.topology import Topology
 
 # A large buffer goes in chunks, so that one chunk is added while others travel; chunks go in a few lanes, each lane one
-# after the other. A piece should be on the link for a millisecond or two (probe.py chooses). The kernel sends 64 KB at
+# after the other. A piece should be on the link for some milliseconds (probe.py chooses). The kernel sends 64 KB at
 # once and holds back a small rest of them: messages of 64, 65 or 128 KB take up to four times as long, hence the gaps.
 PIECE_BYTES = tuple(kb << 10 for kb in (32, 48, 96, 160, 224, 480, 992))
 _USUAL_PIECE_BYTES = 96 << 10
