@@ -14,7 +14,7 @@ MPI and no NCCL in sight.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -29,7 +29,7 @@ from hiercomm.timing import Timing
 from hiercomm.topology import Topology
 
 # A large buffer goes in chunks, so that one chunk is added while others travel; chunks go in a few lanes, each lane one
-# after the other. A piece should be on the link for a millisecond or two (probe.py chooses). The kernel sends 64 KB at
+# after the other. A piece should be on the link for some milliseconds (probe.py chooses). The kernel sends 64 KB at
 # once and holds back a small rest of them: messages of 64, 65 or 128 KB take up to four times as long, hence the gaps.
 PIECE_BYTES = tuple(kb << 10 for kb in (32, 48, 96, 160, 224, 480, 992))
 _USUAL_PIECE_BYTES = 96 << 10
@@ -121,8 +121,38 @@ class Exchange:
     what: str
 
 
-def _all(parts: Sequence[Work]) -> Task:
-    yield AllOf(parts)
+@final
+class _Countdown(Work):
+    """Completed when as many tasks have ended as were `counted`. Looked at at every turn: it must not look at each."""
+
+    def __init__(self) -> None:
+        self._begun, self._ended = 0, 0  # by the training and the progress thread, each its own
+        self._error: BaseException | None = None
+
+    def counted(self, task: Task) -> Task:
+        """The task, to be waited for."""
+        self._begun += 1
+        return self._run(task)
+
+    def _run(self, task: Task) -> Task:
+        try:
+            yield from task
+        except BaseException as error:
+            self._error = error
+            raise
+        self._ended += 1
+
+    def is_completed(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return self._ended == self._begun
+
+    def __str__(self) -> str:
+        return f"{self._begun - self._ended} parts"
+
+
+def _wait(work: Work) -> Task:
+    yield work
 
 
 @final
@@ -171,22 +201,25 @@ class HierarchicalAllReduce:
             local = self._local.reduce_scatter(buffer, op, local_divisor)
         else:
             local = self._local.all_reduce(buffer, op, local_divisor)
-        parts: list[Pending] = []
+        parts = _Countdown()
         crosses = several and self._cross is not None
-        if self._local is not None and (crosses or self._local.needs_polling):
-            parts.append(self._beside(self._timed(local), what))
+        polled = self._local is not None and (crosses or self._local.needs_polling)
+        if polled:
+            self._beside(parts.counted(self._timed(local)), what)
         if crosses:
-            parts += self._cross_over(local, self._shard(buffer), op, cross_divisor, what)
-        cross = self._beside(_all(parts), what) if len(parts) > 1 else parts[0] if parts else None
+            self._cross_over(local, self._shard(buffer), op, cross_divisor, what, parts)
+        cross = self._beside(_wait(parts), what) if polled or crosses else None
         return Exchange(buffer, local, cross, what)
 
-    def _cross_over(self, local: Work, shard: Tensor, op: str, divisor: int, what: str) -> Iterator[Pending]:
+    def _cross_over(
+        self, local: Work, shard: Tensor, op: str, divisor: int, what: str, parts: _Countdown
+    ) -> None:  # fmt: skip
         """The chunks of a shard behind those of earlier ones, in lanes that turn by turn take one each."""
         assert self._cross is not None
         for chunk in chunks(self._cross, shard, self._piece_bytes):
             lane = next(self._chunks) % LANES
-            task = self._reduce(self._cross, local, chunk, op, divisor, self._tag + lane)
-            yield self._progress.submit(("lane", self._tag, lane), task, Pending(what))
+            task = parts.counted(self._reduce(self._cross, local, chunk, op, divisor, self._tag + lane))
+            self._progress.submit(("lane", self._tag, lane), task, Pending(what))
 
     def _beside(self, task: Task, what: str) -> Pending:
         """A task that waits for no other."""

@@ -1,7 +1,7 @@
 """How large the pieces of an exchange should be: measured once, the same answer on every rank.
 
 What is under way must cover the time that a rank takes to notice and to answer, and must not fill the queues of the
-link: a piece should be on the link for a millisecond or two. Fixed pieces cost either a fifth of a slow link or half of
+link: a piece should be on the link for a few milliseconds. Fixed pieces cost either a fifth of a slow link or half of
 a fast one. Knows nothing of MPI.
 """
 
@@ -19,7 +19,7 @@ from hiercomm.reduction import SUM
 
 _SMALL_BYTES, _LARGE_BYTES = 64 << 10, 1 << 20
 _QUICK_S = 20e-3  # a link on which the small one takes longer needs the smallest pieces
-_PIECE_S = 1.5e-3
+_PIECE_S = 2.5e-3
 
 
 def measure(cross: Communicator | None, tag: int, run: Callable[[Task], None], worst: Callable[[float], float]) -> int:
@@ -41,5 +41,5 @@ def measure(cross: Communicator | None, tag: int, run: Callable[[Task], None], w
 
 
 def piece_bytes(rate: float) -> int:
-    """The largest size of PIECE_BYTES that a link of `rate` bytes a second carries in 1.5 ms, at least the first."""
+    """The largest size of PIECE_BYTES that a link of `rate` bytes a second carries in 2.5 ms, at least the first."""
     return max((size for size in PIECE_BYTES if size <= rate * _PIECE_S), default=PIECE_BYTES[0])

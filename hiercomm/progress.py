@@ -21,7 +21,6 @@ from hiercomm.errors import CommError, CommTimeout
 Task = Generator[Work, None, Any]
 
 _BUSY_SLEEP_S = (50e-6, 1e-3)  # nothing moved although work is under way: between these
-_PACE = 0.5  # of the usual time between two movements; several lanes hide that they are noticed so late
 _IDLE_SLEEP_S = 10e-3  # no work at all: only messages from other ranks can come
 
 
@@ -208,7 +207,7 @@ class Progress:
         now = time.monotonic()
         self._gap_s += (min(now - self._moved_at, _BUSY_SLEEP_S[1]) - self._gap_s) / 4
         self._moved_at = now
-        return max(_BUSY_SLEEP_S[0], _PACE * self._gap_s)
+        return max(_BUSY_SLEEP_S[0], self._gap_s)
 
     def _advance(self) -> bool:
         moved = False

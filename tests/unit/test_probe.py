@@ -17,13 +17,13 @@ from hiercomm.progress import drive
 
 
 @given(st.floats(1, 1e12))
-def test_pieces_are_a_millisecond_or_two_of_the_link(rate):
+def test_pieces_are_some_milliseconds_of_the_link(rate):
     found = piece_bytes(rate)
     assert found in PIECE_BYTES
     if found > PIECE_BYTES[0]:
-        assert found / rate <= 1.5e-3
+        assert found / rate <= 2.5e-3
     if found < PIECE_BYTES[-1]:
-        assert PIECE_BYTES[PIECE_BYTES.index(found) + 1] / rate > 1.5e-3
+        assert PIECE_BYTES[PIECE_BYTES.index(found) + 1] / rate > 2.5e-3
 
 
 def test_no_message_ends_just_behind_64_kb():
