@@ -8,17 +8,63 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hiercomm.compress import (
+        BF16,
+        FP8,
+        FP16,
+        Compressor,
+        ErrorFeedback,
+        Int4,
+        Int8,
+        PerLayer,
+        RandomK,
+        Sign,
+        TopK,
+    )
     from hiercomm.config import Config
     from hiercomm.modes import BSP, Mode
     from hiercomm.runtime import init, is_initialized, shutdown
 
-__all__ = ["BSP", "Config", "Mode", "init", "is_initialized", "shutdown"]
+__all__ = [
+    "BF16",
+    "BSP",
+    "FP8",
+    "FP16",
+    "Compressor",
+    "Config",
+    "ErrorFeedback",
+    "Int4",
+    "Int8",
+    "Mode",
+    "PerLayer",
+    "RandomK",
+    "Sign",
+    "TopK",
+    "init",
+    "is_initialized",
+    "shutdown",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BSP": "modes", "Config": "config", "Mode": "modes", "init": "runtime", "is_initialized": "runtime",
+    "BF16": "compress",
+    "BSP": "modes",
+    "Compressor": "compress",
+    "Config": "config",
+    "ErrorFeedback": "compress",
+    "FP16": "compress",
+    "FP8": "compress",
+    "Int4": "compress",
+    "Int8": "compress",
+    "Mode": "modes",
+    "PerLayer": "compress",
+    "RandomK": "compress",
+    "Sign": "compress",
+    "TopK": "compress",
+    "init": "runtime",
+    "is_initialized": "runtime",
     "shutdown": "runtime",
-}  # fmt: skip
+}
 
 
 def __getattr__(name: str) -> Any:

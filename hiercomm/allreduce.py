@@ -13,8 +13,9 @@ MPI and no NCCL in sight.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -22,8 +23,10 @@ import torch
 from torch import Tensor
 
 from hiercomm import reduction
-from hiercomm.comm.base import AllOf, Communicator, Done, LocalBuffer, ReducingCommunicator, Work, pieces
+from hiercomm.coded import Coding, coded_chunk
+from hiercomm.comm.base import Communicator, Done, LocalBuffer, ReducingCommunicator, Work, pieces
 from hiercomm.comm.staging import from_host, to_host, written
+from hiercomm.exchange import all_to_all
 from hiercomm.progress import Pending, Progress, Task, Together
 from hiercomm.timing import Timing
 from hiercomm.topology import Topology
@@ -34,23 +37,11 @@ from hiercomm.topology import Topology
 PIECE_BYTES = tuple(kb << 10 for kb in (32, 48, 96, 160, 224, 480, 992))
 _USUAL_PIECE_BYTES = 96 << 10
 LANES = 3
-# From this size on pieces are exchanged in rounds, in each of which nobody is sent to by two ranks.
-_ROUNDS_BYTES = 32 << 10
 
 
 def chunks(comm: Communicator, flat: Tensor, piece_bytes: int) -> list[Tensor]:
     """Views of `flat` that are reduced one by one, in pieces of exactly `piece_bytes` but in the last."""
     return list(flat.split(max(1, comm.size * piece_bytes // flat.itemsize))) if flat.numel() else [flat]
-
-
-def _all_to_all(comm: Communicator, out: Sequence[Tensor], buf: Sequence[Tensor], tag: int) -> Task:
-    if max(out[0].nbytes, buf[0].nbytes) < _ROUNDS_BYTES:
-        yield comm.all_to_all(out, buf, tag=tag)
-        return
-    for distance in range(1, comm.size):
-        source, dest = (comm.rank - distance) % comm.size, (comm.rank + distance) % comm.size
-        parts = [comm.recv(out[source], source, tag=tag)] if out[source].numel() else []
-        yield AllOf([*parts, comm.send(buf[dest], dest, tag=tag)] if buf[dest].numel() else parts)
 
 
 def reduce_scatter(comm: Communicator, flat: Tensor, op: str, divisor: int, tag: int) -> Task:
@@ -62,14 +53,14 @@ def reduce_scatter(comm: Communicator, flat: Tensor, op: str, divisor: int, tag:
     parts = pieces(flat, comm.size)
     own = parts[comm.rank]
     received = [own if q == comm.rank else torch.empty_like(own) for q in range(comm.size)]
-    yield from _all_to_all(comm, received, parts, tag)
+    yield from all_to_all(comm, received, parts, tag)
     reduction.combine(received, [own], op, divisor)
 
 
 def all_gather_pieces(comm: Communicator, flat: Tensor, tag: int) -> Task:
     """Task: every rank's own piece of `flat` goes to all others."""
     parts = pieces(flat, comm.size)
-    yield from _all_to_all(comm, parts, [parts[comm.rank]] * comm.size, tag)
+    yield from all_to_all(comm, parts, [parts[comm.rank]] * comm.size, tag)
 
 
 def reduce_chunk(comm: Communicator, flat: Tensor, op: str, divisor: int, tag: int) -> Task:
@@ -155,6 +146,12 @@ def _wait(work: Work) -> Task:
     yield work
 
 
+def _whole_chunk(comm: Communicator, chunk: Tensor, op: str, divisor: int, tag: int) -> Task:
+    host = yield from to_host(chunk)
+    yield from reduce_chunk(comm, host, op, divisor, tag)
+    yield from from_host(host, chunk)
+
+
 @final
 class HierarchicalAllReduce:
     """All-reduce of buffers that `local` has allocated. `start` and `distribute` are called by the training
@@ -188,8 +185,10 @@ class HierarchicalAllReduce:
         # then never passes through their sum. All ranks must divide at the same level.
         self._local_divides = not topology.is_homogeneous or topology.local_size > 1
 
-    def start(self, buffer: LocalBuffer, op: str, divisor: int, what: str) -> Exchange:
-        """Begin; returns at once. `what` names it in errors."""
+    def start(
+        self, buffer: LocalBuffer, op: str, divisor: int, what: str, coding: Coding | None = None
+    ) -> Exchange:  # fmt: skip
+        """Begin; returns at once. `what` names it in errors; `coding` makes it fewer bytes between the nodes."""
         local: Work
         local_divisor, cross_divisor = (divisor, 1) if self._local_divides else (1, divisor)
         several = len(self._topology.nodes) > 1
@@ -207,19 +206,30 @@ class HierarchicalAllReduce:
         if polled:
             self._beside(parts.counted(self._timed(local)), what)
         if crosses:
-            self._cross_over(local, self._shard(buffer), op, cross_divisor, what, parts)
+            self._cross_over(local, self._tasks_of(buffer, op, cross_divisor, coding), what, parts)
         cross = self._beside(_wait(parts), what) if polled or crosses else None
         return Exchange(buffer, local, cross, what)
 
-    def _cross_over(
-        self, local: Work, shard: Tensor, op: str, divisor: int, what: str, parts: _Countdown
-    ) -> None:  # fmt: skip
+    def _cross_over(self, local: Work, tasks: Iterator[Callable[[int], Task]], what: str, parts: _Countdown) -> None:
         """The chunks of a shard behind those of earlier ones, in lanes that turn by turn take one each."""
-        assert self._cross is not None
-        for chunk in chunks(self._cross, shard, self._piece_bytes):
+        for task in tasks:
             lane = next(self._chunks) % LANES
-            task = parts.counted(self._reduce(self._cross, local, chunk, op, divisor, self._tag + lane))
-            self._progress.submit(("lane", self._tag, lane), task, Pending(what))
+            timed = parts.counted(self._after(local, task(self._tag + lane)))
+            self._progress.submit(("lane", self._tag, lane), timed, Pending(what))
+
+    def _tasks_of(
+        self, buffer: LocalBuffer, op: str, divisor: int, coding: Coding | None
+    ) -> Iterator[Callable[[int], Task]]:  # fmt: skip
+        """A task for each chunk of this rank's shard, made when its tag is known."""
+        assert self._cross is not None
+        shard, cross = self._shard(buffer), self._cross
+        if coding is None:
+            for chunk in chunks(cross, shard, self._piece_bytes):
+                yield functools.partial(_whole_chunk, cross, chunk, op, divisor)
+            return
+        for chunk in shard.split(coding.chunk_elements(cross.size)):
+            begin = chunk.storage_offset() - buffer.data.storage_offset()
+            yield functools.partial(coded_chunk, cross, chunk, begin, divisor, coding)
 
     def _beside(self, task: Task, what: str) -> Pending:
         """A task that waits for no other."""
@@ -229,12 +239,10 @@ class HierarchicalAllReduce:
         with self._timing.span("local"):
             yield local
 
-    def _reduce(self, cross: Communicator, local: Work, chunk: Tensor, op: str, divisor: int, tag: int) -> Task:
+    def _after(self, local: Work, task: Task) -> Task:
         yield local
         with self._timing.span("cross"):
-            host = yield from to_host(chunk)
-            yield from reduce_chunk(cross, host, op, divisor, tag)
-            yield from from_host(host, chunk)
+            yield from task
 
     def _shard(self, buffer: LocalBuffer) -> Tensor:
         """What this rank carries between the nodes."""

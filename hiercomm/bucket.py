@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -44,22 +44,24 @@ class Spec:
         return Spec(tensor.dtype, shape, tuple(meta.stride()))
 
 
-def plan(specs: Sequence[Spec], bucket_bytes: int) -> list[list[int]]:
+def plan(specs: Sequence[Spec], bucket_bytes: int, kinds: Sequence[Hashable] | None = None) -> list[list[int]]:
     """Which gradients share a bucket: indices of `specs`, each exactly once.
 
-    Filled in the order given, one dtype to a bucket, up to `bucket_bytes` or an eighth of all, but at least 1 MB
-    (a larger gradient has a bucket of its own); buckets are in the order in which they are full.
+    Filled in the order given, one dtype and one of `kinds` (beside `specs`) to a bucket, up to `bucket_bytes` or an
+    eighth of all, but at least 1 MB (a larger gradient has a bucket of its own); buckets are in the order in which they
+    are full.
     """
     done: list[list[int]] = []
-    open_: dict[torch.dtype, tuple[list[int], int]] = {}
+    open_: dict[Hashable, tuple[list[int], int]] = {}
     limit = min(bucket_bytes, _FIRST_BYTES)
     later = min(bucket_bytes, max(_FIRST_BYTES, sum(spec.nbytes for spec in specs) // _BUCKETS))
     for index, spec in enumerate(specs):
-        members, nbytes = open_.pop(spec.dtype, ([], 0))
+        key = (spec.dtype, None if kinds is None else kinds[index])
+        members, nbytes = open_.pop(key, ([], 0))
         if members and nbytes + spec.nbytes > limit:
             done.append(members)
             members, nbytes, limit = [], 0, later
-        open_[spec.dtype] = ([*members, index], nbytes + spec.nbytes)
+        open_[key] = ([*members, index], nbytes + spec.nbytes)
     done += [members for members, _ in open_.values()]
     return sorted(done, key=lambda members: members[-1])
 

@@ -6,6 +6,7 @@
     |-- UsageError (RuntimeError)           a call at the wrong time or in the wrong order
     |   |-- NotInitialized (ValueError)     before `init()` or after `shutdown()`
     |   `-- GradientOrderError (AssertionError)   backward, synchronize and step do not fit together
+    |-- PayloadError (ValueError)           received bytes are not what was expected
     |-- KernelError                         a kernel was given what it cannot work on, or cannot be had
     `-- CommError (RuntimeError)            an operation between ranks failed
         |-- RankMismatch                    the ranks asked for different things
@@ -44,6 +45,10 @@ class NotInitialized(UsageError, ValueError):
 
 class GradientOrderError(UsageError, AssertionError):
     """The order of backward, synchronize, zero_grad and step makes no sense."""
+
+
+class PayloadError(HierCommError, ValueError):
+    """Bytes that were to be decoded are no payload of the code that is expected."""
 
 
 class KernelError(HierCommError):

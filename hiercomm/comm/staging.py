@@ -5,7 +5,8 @@ Runs on the progress thread, on a stream of its own. CPU tensors pass through un
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import contextlib
+from collections.abc import Generator, Iterator
 from typing import final
 
 import torch
@@ -38,6 +39,16 @@ def written(tensor: Tensor) -> Work:
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return _streams.setdefault(device, torch.cuda.Stream(device))
+
+
+@contextlib.contextmanager
+def on_stream(tensor: Tensor) -> Iterator[None]:
+    """Queue what follows on the stream of these copies; whatever wrote the tensor must have completed."""
+    if tensor.device.type == "cpu":
+        yield
+        return
+    with torch.cuda.device(tensor.device), torch.cuda.stream(_stream(tensor.device)):
+        yield
 
 
 def to_host(tensor: Tensor) -> Generator[Work, None, Tensor]:

@@ -1,4 +1,4 @@
-"""`Compression.none`, `Compression.fp16`, `Compression.bf16`: what gradients are cast to on the wire.
+"""`Compression`: `none`, `fp16`, `bf16` as in Horovod, a cast on the wire; `int8` and others: codes between nodes.
 
 Horovod's interface, static `compress` and `decompress`, so that users' own Compressor classes work.
 """
@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from hiercomm import compress
+from hiercomm.compress import ErrorFeedback, PerLayer
+from hiercomm.errors import ConfigError
 
 
 class Compressor(ABC):
@@ -72,3 +76,37 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+    # Between the nodes only, with error feedback.
+    int8 = ErrorFeedback(compress.Int8())
+    int4 = ErrorFeedback(compress.Int4())
+    fp8 = ErrorFeedback(compress.FP8())
+    sign = ErrorFeedback(compress.Sign())
+
+    @staticmethod
+    def topk(ratio: float = 0.01) -> ErrorFeedback:
+        """The part `ratio` of the numbers with the largest magnitudes."""
+        return ErrorFeedback(compress.TopK(ratio))
+
+    @staticmethod
+    def randomk(ratio: float = 0.01) -> ErrorFeedback:
+        """The part `ratio` of the numbers, any."""
+        return ErrorFeedback(compress.RandomK(ratio))
+
+
+def settle(given: Any, default: str) -> Any:
+    """A `compression=` argument as PerLayer, or as Horovod's kind of compressor; `default` where it is none.
+
+    Raises ConfigError where it is neither.
+    """
+    given = default if given is NoneCompressor else given
+    if isinstance(given, str):
+        return compress.parse(given) or NoneCompressor
+    if isinstance(given, (compress.Compressor, ErrorFeedback)):
+        return PerLayer(given)
+    if isinstance(given, PerLayer) or (hasattr(given, "compress") and hasattr(given, "decompress")):
+        return given
+    raise ConfigError(
+        f"compression={given!r} cannot be used: hvd.Compression.none, .fp16, .int8, ..., a name like 'topk:0.01', "
+        "a hiercomm.Compressor, or a class with compress and decompress can"
+    )

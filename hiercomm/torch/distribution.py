@@ -5,6 +5,8 @@ Parameters that were planned together are a part: all at wrap, and any that are 
 
 from __future__ import annotations
 
+import re
+import sys
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, final
@@ -16,6 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hiercomm import devices, runtime
 from hiercomm.allreduce import Exchange, HierarchicalAllReduce
 from hiercomm.bucket import Bucket, Spec, layout, plan
+from hiercomm.coded import Coding
+from hiercomm.compress import Choice, PerLayer
 from hiercomm.errors import ConfigError, UsageError
 from hiercomm.modes import Mode
 from hiercomm.modes.base import Context
@@ -31,9 +35,12 @@ class _Exchanges:
     Every rank starts and later distributes the same exchanges in the same order; each is counted on a channel.
     """
 
-    def __init__(self, engine: HierarchicalAllReduce, buckets: int, owner: str) -> None:
+    def __init__(
+        self, engine: HierarchicalAllReduce, buckets: int, owner: str, codings: dict[int, Coding]
+    ) -> None:  # fmt: skip
         self._runtime = runtime.current()
         self._engine = engine
+        self._codings = codings
         self._starts = self._runtime.new_channel()
         self._distributions = self._runtime.new_channel()
         self._buckets = buckets
@@ -45,7 +52,7 @@ class _Exchanges:
         # Steps count from 0, as people's loops do.
         step, optimizer = (number - 1) // self._buckets, self._starts // 2 + 1
         what = f"the exchange of bucket {bucket.index} in step {step} of {self._owner} (optimizer {optimizer})"
-        return self._engine.start(bucket.buffer, bucket.op, bucket.divisor, what)
+        return self._engine.start(bucket.buffer, bucket.op, bucket.divisor, what, self._codings.get(bucket.index))
 
     def finish(self, exchange: Exchange) -> None:
         number = self._numbers[id(exchange.buffer)]
@@ -76,9 +83,11 @@ class _Part:
         self._require_one_device(names, device)
         if device.type == "cuda":
             devices.warn_of_sharing(device, context.topology.rank, context.all_gather_object)
-        groups = plan(specs, context.config.bucket_bytes)
+        choices = [options.choose(n, s) for n, s in zip(names, specs, strict=True)]
+        groups = plan(specs, context.config.bucket_bytes, choices)
         presence = presence_spec(len(specs))
         sizes = [(layout([specs[i] for i in g])[1], specs[g[0]].dtype) for g in groups]
+        self.device, self._sizes = device, sizes
         level, buffers = context.allocate([*sizes, (presence.numel, presence.dtype)], device, name)
         divisor = context.topology.size if options.op == ops.Average else 1
         op = ops.reduction_name(options.op)
@@ -87,7 +96,12 @@ class _Part:
             for i, (g, b) in enumerate(zip(groups, buffers, strict=False))
         ]
         last = Bucket(len(buckets), [], [], buffers[-1], PRESENCE_OP, 1)
-        exchanges = _Exchanges(context.all_reduce_engine(level), len(buckets) + 1, options.label)
+        self.codings = {
+            b.index: Coding(choice, b.index, context.topology.rank)
+            for b in buckets
+            if (choice := choices[b.members[0]]) is not None and len(context.topology.nodes) > 1
+        }
+        exchanges = _Exchanges(context.all_reduce_engine(level), len(buckets) + 1, options.label, self.codings)
         mode.attach(Context(exchanges.start, exchanges.finish))
         self.mode = mode
         self.reducer = Reducer(
@@ -112,6 +126,10 @@ class _Part:
                     f"parameter {name!r} is on {parameter.device}, others are on {device}: use one device"
                 )
 
+    def identity(self) -> dict[int, Any]:
+        """What a saved coding must have in common with this one's."""
+        return {index: (coding.describe(), self._sizes[index]) for index, coding in self.codings.items()}
+
     def exchange(self, *, discard: bool) -> None:
         """See the exchange of this part's gradients through."""
         self.reducer.finish(discard=discard)
@@ -123,14 +141,22 @@ class Options:
 
     def __init__(self, label: str, compression: Any, passes: int, op: int, sparse_as_dense: bool) -> None:
         self.label = label
-        self.compression = compression
+        self.compression = compression  # PerLayer, or Horovod's kind
         self.passes = passes
         self.op = op
         self.sparse_as_dense = sparse_as_dense
 
     def wire_compression(self) -> Any:
         """None where gradients travel as they are."""
-        return None if self.compression is NoneCompressor else self.compression
+        return None if self.compression is NoneCompressor or self._per_layer is not None else self.compression
+
+    @property
+    def _per_layer(self) -> PerLayer | None:
+        return self.compression if isinstance(self.compression, PerLayer) else None
+
+    def choose(self, name: str, spec: Spec) -> Choice | None:
+        """What a gradient goes through between nodes."""
+        return None if self._per_layer is None else self._per_layer.choose(name, spec.shape, spec.dtype)
 
     def spec(self, parameter: Tensor) -> Spec:
         """What this parameter's gradient looks like in its bucket."""
@@ -141,7 +167,8 @@ class Options:
 
     def facts(self, mode: Mode) -> dict[str, Any]:
         """What must be the same on all ranks."""
-        compression = getattr(self.compression, "__name__", repr(self.compression))
+        # A user's compressor may have no repr of its own: then its address is in it.
+        compression = getattr(self.compression, "__name__", re.sub(" at 0x[0-9a-f]+", "", repr(self.compression)))
         return {
             "class": self.label, "mode": repr(mode), "op": int(self.op), "compression": compression,
             "backward_passes_per_step": self.passes, "sparse_as_dense": self.sparse_as_dense,
@@ -231,6 +258,34 @@ class Distribution:
         optimizer = self._optimizer()
         assert optimizer is not None  # it owns this object
         return optimizer
+
+    def _identity(self) -> dict[str, Any]:
+        topology = self._runtime.topology
+        return {"rank": topology.rank, "nodes": topology.nodes, "parts": [part.identity() for part in self._parts]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What compressors remember on this rank; empty where nothing is compressed."""
+        if not any(part.codings for part in self._parts):
+            return {}
+        codings = [{index: coding.state_dict() for index, coding in part.codings.items()} for part in self._parts]
+        return {**self._identity(), "codings": codings}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Take up `state_dict()`'s result, where it is this rank's own."""
+        if not state:
+            return
+        own = self._identity()
+        if {key: state.get(key) for key in own} != own:
+            if own["rank"] == 0:
+                print(
+                    "hiercomm: what compressors remembered was saved on another rank or placement, or with other "
+                    "layers or compressors, and is dropped: to resume exactly, save and load on every rank",
+                    file=sys.stderr,
+                )
+            return
+        for part, codings in zip(self._parts, state["codings"], strict=True):
+            for index, saved in codings.items():
+                part.codings[index].load_state_dict(saved, part.device)
 
     def set_passes(self, passes: int) -> None:
         """Backward passes per step from now on."""

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from hiercomm import modes, runtime
+from hiercomm.compress import PerLayer
 from hiercomm.errors import ConfigError, UsageError
 from hiercomm.modes import Mode
 from hiercomm.torch import ops
-from hiercomm.torch.compression import Compression
+from hiercomm.torch.compression import Compression, settle
 from hiercomm.torch.distribution import Distribution, Options, require_passes
 from hiercomm.torch.process_sets import ProcessSet, global_process_set, require_global
 
@@ -51,6 +52,17 @@ class _Distributed(torch.optim.Optimizer):
         """As the optimizer's own; gradients that were not used are seen through first."""
         self._hiercomm.before_zero_grad()
         super().zero_grad(*arguments, **options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the optimizer's own, and, under "hiercomm", what compressors remember on this rank: save every rank's."""
+        state: dict[str, Any] = super().state_dict()
+        own = self._hiercomm.state_dict()
+        return {**state, "hiercomm": own} if own else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own; what compressors remember is used on the rank that saved it, else dropped."""
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "hiercomm"})
+        self._hiercomm.load_state_dict(state_dict.get("hiercomm"))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are accumulated; not between backward and step."""
@@ -106,7 +118,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         optimizer: any torch optimizer; its state and options stay.
         named_parameters: names for errors; parameters without one get one.
         compression: what gradients are cast to on the wire: `hvd.Compression.none`, `.fp16`, `.bf16` or a
-            class with static `compress` and `decompress`.
+            class with static `compress` and `decompress`. Or what they go through between nodes alone:
+            `hvd.Compression.int8`, `.topk(0.01)`, ..., a `hiercomm.Compressor`, a `hiercomm.PerLayer`; tensors of one
+            dimension or fewer than 1024 numbers then go as they are. Default: what HIERCOMM_COMPRESSION says.
         backward_passes_per_step: gradients of so many backward passes are summed before the exchange.
         op: Average, Sum, Min, Max or Product.
         gradient_predivide_factor: Horovod's; the mean is divided before it is added, so it changes nothing.
@@ -125,6 +139,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise UsageError("the optimizer is a DistributedOptimizer already: wrap it once")
     require_passes(backward_passes_per_step)
     ops.reduction_name(op)
+    compression = settle(compression, context.config.compression)
+    if isinstance(compression, PerLayer) and op not in (ops.Average, ops.Sum):
+        raise ConfigError(f"op={ops.reduction_name(op)} cannot be compressed between nodes: op=Average and op=Sum can")
     if gradient_predivide_factor != 1.0 and op != ops.Average:
         raise ConfigError("gradient_predivide_factor not supported with op != Average")
     _require_groups(groups if groups is not None else num_groups)

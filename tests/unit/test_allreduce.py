@@ -14,7 +14,7 @@ import torch
 from meeting import Meeting
 from torch import Tensor
 
-from hiercomm import allreduce
+import hiercomm.exchange
 from hiercomm.allreduce import LANES, PIECE_BYTES, HierarchicalAllReduce, reduce_scatter, tree_broadcast, two_phase
 from hiercomm.comm.base import pieces
 from hiercomm.comm.loopback import Loopback
@@ -100,7 +100,7 @@ def test_two_phase(ranks):
 @pytest.fixture
 def _small_rounds(monkeypatch):
     """Rounds at sizes that tests can afford."""
-    monkeypatch.setattr(allreduce, "_ROUNDS_BYTES", 128)
+    monkeypatch.setattr(hiercomm.exchange, "_ROUNDS_BYTES", 128)
 
 
 @pytest.mark.usefixtures("_small_rounds")

@@ -19,6 +19,7 @@ VALUES = {
     "node": ("left", "left", "right"),
     "ranks_per_node": ("3", 3, 2),
     "local": ("gloo", "gloo", "shm"),
+    "compression": ("int8", "int8", "sign"),
     "bucket_bytes": ("2MB", 2 * 2**20, 4096),
     "stall_warn": ("90s", 90.0, 5.0),
     "stall_abort": ("600", 600.0, 5.0),

@@ -33,6 +33,8 @@ LAYERS = (
     {"comm", "compress", "progress", "bucket", "timing", "native", "kernel_arguments", "kernel_cache"},
     {
         "allreduce",
+        "coded",
+        "exchange",
         "negotiate",
         "probe",
         "control",
@@ -231,7 +233,10 @@ def test_final_classes_have_no_subclasses():
 
 
 def test_names_of_hiercomm_are_frozen():
-    assert hiercomm.__all__ == ["BSP", "Config", "Mode", "init", "is_initialized", "shutdown"]
+    assert hiercomm.__all__ == [
+        "BF16", "BSP", "FP8", "FP16", "Compressor", "Config", "ErrorFeedback", "Int4", "Int8", "Mode",
+        "PerLayer", "RandomK", "Sign", "TopK", "init", "is_initialized", "shutdown",
+    ]  # fmt: skip
     assert all(hasattr(hiercomm, name) for name in hiercomm.__all__)
 
 

@@ -1,0 +1,163 @@
+"""The exchange between nodes in fewer bytes: all-reduce of a chunk through a compressor.
+
+Where sums may be compressed again, in two phases, with N nodes and C the compressor:
+    piece q of every node's chunk    C    to the node that owns it, which adds what is decoded to its own piece
+    the owner's sum                  C    to all nodes; the owner, too, takes what is decoded
+else every node sends C(chunk) to all, and all add what is decoded in node order. Either way all replicas hold the
+same bits. Pieces are cut by the compressor alone, whatever the link: a resumed run compresses the same numbers.
+Knows nothing of MPI.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hiercomm.comm.base import Communicator, pieces
+from hiercomm.comm.staging import from_host, on_stream, to_host
+from hiercomm.compress import Choice, Compressor, ErrorFeedback, Site
+from hiercomm.errors import CommError, PayloadError
+from hiercomm.exchange import all_to_all
+from hiercomm.progress import Task
+
+# Elements that are compressed at a time, multiples of the codes' blocks: the most whose payload is not too large, nor
+# ends just behind a multiple of 64 KB (see allreduce.py).
+_ELEMENTS = (327680, 163840, 81920, 40960, 20480)
+_PAYLOAD_BYTES = 100_000
+
+
+def _travels_well(nbytes: int) -> bool:
+    return nbytes < 60_000 or (nbytes <= _PAYLOAD_BYTES and 8_000 < nbytes % 65_536 < 60_000)
+
+
+@final
+class Coding:
+    """How one bucket is compressed, on one rank, with what is remembered at each place from step to step."""
+
+    def __init__(self, choice: Choice, bucket: int, rank: int) -> None:
+        self.choice = choice
+        self.compressor: Compressor = choice.inner if isinstance(choice, ErrorFeedback) else choice
+        self._bucket = bucket
+        self._rank = rank
+        self._sites: dict[int, Site] = {}
+
+    def describe(self) -> str:
+        """As one would write it."""
+        return re.sub(" at 0x[0-9a-f]+", "", repr(self.choice))
+
+    def chunk_elements(self, nodes: int) -> int:
+        """Elements that are exchanged at a time."""
+        fitting = (n for n in _ELEMENTS if _travels_well(self.compressor.nbytes(n)))
+        each = next(fitting, _ELEMENTS[-1])
+        return each * nodes if self.compressor.recompressible else each
+
+    def compress(self, x: Tensor, begin: int) -> Tensor:
+        """The payload of the piece that begins with element `begin` of the bucket."""
+        site = self._sites.get(begin)
+        if site is None:
+            site = self._sites[begin] = Site((self._bucket, begin), self._rank)
+        payload = torch.empty(self.compressor.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
+        self.choice.compress(x, payload, site)
+        site.number += 1
+        return payload
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """What is remembered, by the place of its first element in the bucket."""
+        return {
+            begin: {"number": site.number, "state": {name: t.clone() for name, t in site.state.items()}}
+            for begin, site in self._sites.items()
+        }
+
+    def load_state_dict(self, state: dict[int, dict[str, Any]], device: torch.device) -> None:
+        """Take up `state_dict()`'s result."""
+        self._sites = {
+            begin: Site(
+                (self._bucket, begin), self._rank, saved["number"],
+                {name: t.detach().clone().to(device) for name, t in saved["state"].items()},
+            )
+            for begin, saved in state.items()
+        }  # fmt: skip
+
+
+def coded_chunk(comm: Communicator, chunk: Tensor, begin: int, divisor: int, coding: Coding, tag: int) -> Task:
+    """Task: the mean of a chunk (divisor 1: the sum) over the nodes, the same bits on every rank.
+
+    The chunk, of float32, fp16 or bf16, begins with element `begin` of its bucket. Raises CommError naming the rank
+    (of the group) whose payload is none.
+    """
+    with on_stream(chunk):
+        values = chunk.to(torch.float32)
+        values = values.div(divisor) if divisor != 1 else values
+    if coding.compressor.recompressible:
+        yield from _two_phases(comm, values, begin, coding, tag)
+    else:
+        yield from _one_phase(comm, values, begin, coding, tag)
+    with on_stream(chunk):
+        chunk.copy_(values)
+
+
+def _two_phases(comm: Communicator, values: Tensor, begin: int, coding: Coding, tag: int) -> Task:
+    parts, me = pieces(values, comm.size), comm.rank
+    own = parts[me]
+    begins = [begin + part.storage_offset() - values.storage_offset() for part in parts]
+    sent = [_nothing(values)] * comm.size
+    with on_stream(values):
+        for q, part in enumerate(parts):
+            if q != me and part.numel():
+                sent[q] = coding.compress(part, begins[q])
+    size = coding.compressor.nbytes(own.numel()) if own.numel() else 0
+    received = yield from _exchange(comm, sent, [size] * comm.size, tag)
+    with on_stream(values):
+        for q in range(comm.size):
+            if q != me and own.numel():
+                _decode(coding, received[q], own, True, q)
+        total = _nothing(values)
+        if own.numel():
+            total = coding.compress(own, begins[me])
+            _decode(coding, total, own, False, me)
+    sizes = [coding.compressor.nbytes(part.numel()) if part.numel() else 0 for part in parts]
+    received = yield from _exchange(comm, [total] * comm.size, sizes, tag)
+    with on_stream(values):
+        for q, part in enumerate(parts):
+            if q != me and part.numel():
+                _decode(coding, received[q], part, False, q)
+
+
+def _one_phase(comm: Communicator, values: Tensor, begin: int, coding: Coding, tag: int) -> Task:
+    with on_stream(values):
+        payload = coding.compress(values, begin)
+    received = yield from _exchange(comm, [payload] * comm.size, [payload.numel()] * comm.size, tag)
+    received[comm.rank] = payload
+    with on_stream(values):
+        for q, each in enumerate(received):
+            _decode(coding, each, values, q > 0, q)
+
+
+def _nothing(like: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=like.device)
+
+
+def _decode(coding: Coding, payload: Tensor, out: Tensor, accumulate: bool, source: int) -> None:
+    try:
+        coding.compressor.decompress(payload, out, accumulate)
+    except PayloadError as error:
+        raise CommError(f"what rank {source} of the group sent cannot be decoded: {error}") from error
+
+
+def _exchange(comm: Communicator, sent: list[Tensor], sizes: list[int], tag: int) -> Any:
+    """Task: `sent[q]` goes to rank q; returns what has come from each, on the device of what was sent."""
+    hosts: dict[int, Tensor] = {}
+    for each in sent:
+        if id(each) not in hosts:
+            hosts[id(each)] = yield from to_host(each)
+    received = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    yield from all_to_all(comm, received, [hosts[id(each)] for each in sent], tag)
+    if sent[0].device.type == "cpu":
+        return received
+    found = [torch.empty_like(each, device=sent[0].device) for each in received]
+    for host, each in zip(received, found, strict=True):
+        yield from from_host(host, each)
+    return found

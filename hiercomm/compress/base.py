@@ -1,0 +1,69 @@
+"""What a compressor is: numbers to fewer bytes and back, for what crosses the links between nodes.
+
+A compressor is one file and one name in `compress/__init__.py`. Knows nothing of ranks, buckets or messages: it is
+given flat float32 tensors and flat uint8 payloads of one device, and a Site for all that it wants to remember.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar, final
+
+from torch import Tensor
+
+
+@final
+@dataclass
+class Site:
+    """One place where numbers are compressed at every step: a piece of a bucket, on one rank.
+
+    `number` counts the steps; `place` is the same for the same piece on every rank; `rank` tells ranks apart. `state`
+    holds what a compressor keeps from step to step (tensors, by names of its own); it is saved with the optimizer.
+    """
+
+    place: tuple[int, ...]
+    rank: int
+    number: int = 0
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    def seed(self, *more: int) -> int:
+        """64 bits for random choices, others at each step and place; the same on every rank unless `more` tells."""
+        found = 0x9E3779B97F4A7C15
+        for value in (*self.place, self.number, *more):
+            found = ((found ^ (value & _MASK)) * 0xBF58476D1CE4E5B9) & _MASK
+            found ^= found >> 29
+        return found
+
+
+_MASK = (1 << 64) - 1
+
+
+class Compressor(ABC):
+    """Numbers to bytes and back. Objects are shared by all sites and threads: what changes belongs to a Site."""
+
+    # Whether a sum of decoded payloads may be compressed again: then an exchange takes two phases, and the owner of
+    # each piece sends the sum on. Else every payload goes to every node.
+    recompressible: ClassVar[bool]
+    # Whether training without error feedback is known not to converge.
+    needs_feedback: ClassVar[bool]
+
+    @abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the payload of `numel` numbers: sender and receiver must know it alike."""
+
+    @abstractmethod
+    def compress(self, x: Tensor, payload: Tensor, site: Site) -> None:
+        """Write the payload of `x` (float32, not changed)."""
+
+    @abstractmethod
+    def decompress(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
+        """Write what the payload stands for to `out`, or add it. Raises PayloadError where it is none."""
+
+
+class FeedbackCompressor(Compressor):
+    """One that can do error feedback in the pass in which it compresses."""
+
+    @abstractmethod
+    def compress_with_feedback(self, x: Tensor, residual: Tensor, payload: Tensor, site: Site) -> None:
+        """Compress x + residual; afterwards `residual` is what the payload leaves out of it."""

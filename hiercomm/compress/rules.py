@@ -1,0 +1,88 @@
+"""Which compressor a parameter gets, and what people write for it: `int8`, `topk:0.01`. Pure."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+
+from hiercomm.compress.base import Compressor
+from hiercomm.compress.block import FP8, Int4, Int8, Sign
+from hiercomm.compress.dense import BF16, FP16
+from hiercomm.compress.feedback import ErrorFeedback
+from hiercomm.compress.sparse import RandomK, TopK
+from hiercomm.errors import ConfigError
+
+Choice = Compressor | ErrorFeedback
+_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@final
+@dataclass(frozen=True)
+class PerLayer:
+    """`default` for matrices and larger, nothing for tensors of one dimension or of fewer than `min_numel` numbers.
+
+    `rules` come first: patterns of parameter names (as for files, `fc?.*`), each with a compressor or None. Of several
+    that match the first counts.
+    """
+
+    default: Choice | None
+    min_numel: int = 1024
+    rules: Mapping[str, Choice | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, choice in {"default": self.default, **self.rules}.items():
+            if choice is not None:
+                require_choice(choice, name)
+        if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
+            raise ConfigError(f"min_numel={self.min_numel!r} cannot be used: a number of elements, 0 or more")
+
+    def choose(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Choice | None:
+        """What the parameter's gradient goes through between nodes; None: it goes as it is."""
+        if dtype not in _COMPRESSIBLE:
+            return None
+        for pattern, choice in self.rules.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                return choice
+        return self.default if len(shape) > 1 and torch.Size(shape).numel() >= self.min_numel else None
+
+
+def require_choice(choice: object, where: str) -> None:
+    """Raise ConfigError unless `choice` can compress gradients."""
+    if isinstance(choice, ErrorFeedback):
+        return
+    if not isinstance(choice, Compressor):
+        raise ConfigError(f"compression {where}={choice!r} cannot be used: it takes a compressor, such as Int8()")
+    if choice.needs_feedback:
+        raise ConfigError(f"{choice!r} loses gradients without error feedback: ErrorFeedback({choice!r})")
+
+
+_NAMED: dict[str, Callable[..., Compressor]] = {
+    "bf16": BF16, "fp16": FP16, "fp8": FP8, "int4": Int4, "int8": Int8, "randomk": RandomK, "sign": Sign, "topk": TopK,
+}  # fmt: skip
+
+
+def parse(text: str) -> PerLayer | None:
+    """What `text` says: `none`, or a name, with its argument behind a colon: `topk:0.01`, `int8:stochastic`.
+
+    With error feedback. Raises ConfigError.
+    """
+    name, colon, argument = text.strip().partition(":")
+    if name == "none" and not colon:
+        return None
+    if name not in _NAMED:
+        raise ConfigError(f"unknown compression {name!r}; known: none, {', '.join(_NAMED)}")
+    arguments: tuple[Any, ...] = ()
+    if colon:
+        try:
+            arguments = (ast.literal_eval(argument),)
+        except (SyntaxError, ValueError):
+            arguments = (argument,)
+    try:
+        return PerLayer(ErrorFeedback(_NAMED[name](*arguments)))
+    except TypeError:
+        raise ConfigError(f"compression {name!r} takes no argument {argument!r}") from None

@@ -1,0 +1,149 @@
+"""Compressed exchanges between nodes, in training: replicas stay equal, it works, a resumed run is the same run."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from training import assert_identical, loss_of, make_model, part, train, weights, wrap
+
+import hiercomm
+import hiercomm.torch as hvd
+from hiercomm.errors import ConfigError, ConfigMismatch
+
+CHOICES: dict[str, Any] = {
+    "int8": hvd.Compression.int8,
+    "int8 alone": hiercomm.Int8(),
+    "int4 stochastic": hiercomm.ErrorFeedback(hiercomm.Int4("stochastic")),
+    "fp8": hvd.Compression.fp8,
+    "bf16": hiercomm.BF16(),
+    "sign": hvd.Compression.sign,
+    "topk": hvd.Compression.topk(0.05),
+    "randomk": hvd.Compression.randomk(0.1),
+    "by name": "int4",
+    "per layer": hiercomm.PerLayer(
+        hvd.Compression.int8, min_numel=10, rules={"0.*": None, "6.*": hvd.Compression.sign}
+    ),
+}
+
+
+def make(compression: Any) -> tuple[torch.nn.Module, Any]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, wrap(model, optimizer, compression=compression)
+
+
+@pytest.mark.parametrize("name", list(CHOICES))
+def test_training(name: str) -> None:
+    """Losses come down about as far as without compression."""
+    model, optimizer = make(CHOICES[name])
+    plain, reference = make(hvd.Compression.none)
+    begin = float(loss_of(model, part(0)))
+    train(model, optimizer, range(30), lambda step: part(step % 3))
+    train(plain, reference, range(30), lambda step: part(step % 3))
+    assert_identical(model)
+    end, wanted = float(loss_of(model, part(0))), float(loss_of(plain, part(0)))
+    assert end < begin - 0.5 * (begin - wanted), (begin, end, wanted)
+
+
+@pytest.mark.parametrize("name", list(CHOICES))
+def test_saved_and_loaded_in_the_middle_is_the_same_run(name: str) -> None:
+    model, optimizer = make(CHOICES[name])
+    train(model, optimizer, range(10), part)
+    half, first = make(CHOICES[name])
+    train(half, first, range(5), part)
+    saved = copy.deepcopy((half.state_dict(), first.state_dict()))
+    again, second = make(CHOICES[name])
+    again.load_state_dict(saved[0])
+    second.load_state_dict(saved[1])
+    train(again, second, range(5, 10), part)
+    assert torch.equal(weights(again), weights(model))
+
+
+def test_a_plain_optimizer_reads_the_state_and_broadcast_keeps_each_ranks_residuals() -> None:
+    model, optimizer = make(hvd.Compression.int8)
+    train(model, optimizer, range(2), part)
+    state = optimizer.state_dict()
+    plain = torch.optim.SGD(make_model().parameters(), lr=0.1, momentum=0.9)
+    plain.load_state_dict(state)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, range(2, 4), part)
+    assert_identical(model)
+
+
+def test_another_ranks_residuals_are_dropped_with_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = make(hvd.Compression.int8)
+    train(model, optimizer, range(2), part)
+    state = hvd.broadcast_object(optimizer.state_dict(), root_rank=hvd.size() - 1)
+    optimizer.load_state_dict(state)
+    train(model, optimizer, range(2, 4), part)
+    assert_identical(model)
+    said = "to resume exactly, save and load on every rank" in capfd.readouterr().err
+    assert said == ("hiercomm" in state and hvd.rank() == 0 and hvd.size() > 1)
+
+
+def test_users_own_tensors_stay_exact() -> None:
+    make(hvd.Compression.sign)
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(hvd.rank()))
+    total = hvd.allreduce(x, op=hvd.Sum)
+    expected = sum(torch.randn(3000, generator=torch.Generator().manual_seed(r)) for r in range(hvd.size()))
+    torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_halves(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(64, 32).to(dtype)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.01), compression=hvd.Compression.int8)
+    for step in range(3):
+        torch.manual_seed(100 * step + hvd.rank())
+        model(torch.randn(8, 64, dtype=dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(set(hvd.allgather_object(weights(model).view(torch.uint8).numpy().tobytes()))) == 1
+
+
+class Doubled(hiercomm.Compressor):
+    """A user's own: a parameter, and a number kept for each tensor place."""
+
+    recompressible, needs_feedback = True, False
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def nbytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def compress(self, x: Tensor, payload: Tensor, site: Any) -> None:
+        site.state["steps"] = site.state.get("steps", torch.zeros(1)) + 1
+        payload.view(torch.bfloat16).copy_(x * self.scale)
+
+    def decompress(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
+        numbers = payload.view(torch.bfloat16) / self.scale
+        out.copy_(numbers + out if accumulate else numbers)
+
+
+def test_a_users_own_compressor() -> None:
+    model, optimizer = make(Doubled(4.0))
+    plain, reference = make(hvd.Compression.none)
+    train(model, optimizer, range(5), part)
+    train(plain, reference, range(5), part)
+    assert_identical(model)
+    assert torch.allclose(weights(model), weights(plain), atol=2e-2)
+
+
+def test_bad_arguments() -> None:
+    for compression, complaint in (
+        (hiercomm.Sign(), "without error feedback"), ("int9", "unknown compression 'int9'"), (3, "compression=3 "),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=complaint):
+            make(compression)
+    model = make_model()
+    with pytest.raises(ConfigError, match="op=Max cannot be compressed"):
+        wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), compression=hvd.Compression.int8, op=hvd.Max)
+    if hvd.size() > 1:
+        with pytest.raises(ConfigMismatch, match="compression"):
+            make(hvd.Compression.int8 if hvd.rank() else hvd.Compression.int4)

@@ -1,0 +1,158 @@
+"""The compressed exchange between nodes: the same bits everywhere, nothing lost, errors named. Ranks are threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hiercomm.coded import Coding, coded_chunk
+from hiercomm.comm.loopback import Loopback
+from hiercomm.compress import BF16, FP8, Choice, Compressor, ErrorFeedback, Int4, Int8, RandomK, Sign, Site, TopK
+from hiercomm.errors import CommError, PeerLost
+from hiercomm.progress import drive
+
+CHOICES: list[Choice] = [
+    BF16(), Int8(), ErrorFeedback(Int8()), ErrorFeedback(Int4("stochastic")), ErrorFeedback(FP8()),
+    ErrorFeedback(Sign()), ErrorFeedback(TopK(0.05)), ErrorFeedback(RandomK(0.05)),
+]  # fmt: skip
+
+
+def values(rank: int, step: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=repr)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("numel", [1, 15, 16, 513, 9000])
+def test_replicas_hold_the_same_bits_and_nothing_is_lost(choice, ranks, numel):
+    """What arrived in all steps and what is kept back on all ranks make up what was given."""
+    world, steps = Loopback(ranks, max_delay_s=0.0005, seed=numel), 4
+
+    def body(rank: int) -> Any:
+        coding, found = Coding(choice, 0, rank), []
+        for step in range(steps):
+            chunk = values(rank, step, numel)
+            drive(coded_chunk(world.communicator(rank), chunk, 0, 1, coding, 5))
+            found.append(chunk)
+        return found, coding.state_dict()
+
+    results = world.run(body)
+    for replicas in zip(*(found for found, _ in results), strict=True):
+        assert all(torch.equal(replicas[0], replica) for replica in replicas)
+    if not isinstance(choice, ErrorFeedback):
+        return
+    kept = torch.zeros(numel)
+    for _, state in results:
+        for begin, saved in state.items():
+            assert saved["number"] == steps
+            residual = saved["state"]["residual"]
+            kept[begin : begin + residual.numel()] += residual
+    given = sum(values(rank, step, numel) for rank in range(ranks) for step in range(steps))
+    torch.testing.assert_close(sum(results[0][0]) + kept, given, rtol=1e-5, atol=1e-5)
+    # One residual for each number: in two phases every rank has its piece of the sum and of the others its own part.
+    assert all(sum(s["state"]["residual"].numel() for s in state.values()) == numel for _, state in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_means_and_halves(dtype):
+    world = Loopback(3)
+
+    def body(rank: int) -> Tensor:
+        chunk = values(rank, 0, 3000, dtype)
+        drive(coded_chunk(world.communicator(rank), chunk, 0, 3, Coding(Int8(), 0, rank), 5))
+        return chunk
+
+    results = world.run(body)
+    assert results[0].dtype == dtype
+    assert all(torch.equal(results[0], result) for result in results)
+    mean = sum(values(rank, 0, 3000, dtype).float() for rank in range(3)) / 3
+    torch.testing.assert_close(results[0].float(), mean, rtol=0.02, atol=0.05)
+
+
+def test_half_the_steps_saved_and_loaded_are_all_the_steps():
+    world = Loopback(2)
+
+    def body(rank: int, cut: int) -> list[Tensor]:
+        found, coding = [], Coding(ErrorFeedback(Int4("stochastic")), 2, rank)
+        for step in range(10):
+            if step == cut:
+                state = coding.state_dict()
+                coding = Coding(ErrorFeedback(Int4("stochastic")), 2, rank)
+                coding.load_state_dict(state, torch.device("cpu"))
+            chunk = values(rank, step, 5000)
+            drive(coded_chunk(world.communicator(rank), chunk, 512, 2, coding, 5))
+            found.append(chunk)
+        return found
+
+    for whole, resumed in zip(world.run(lambda r: body(r, -1)), world.run(lambda r: body(r, 5)), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
+class _Scaled(Compressor):
+    """What a user may write: with a parameter, and something of its own at every place."""
+
+    recompressible = True
+    needs_feedback = False
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def nbytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def compress(self, x: Tensor, payload: Tensor, site: Site) -> None:
+        site.state["calls"] = site.state.get("calls", torch.zeros(1)) + 1
+        payload.view(torch.float16).copy_(x * self.scale)
+
+    def decompress(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
+        numbers = payload.view(torch.float16).float() / self.scale
+        out.copy_(out + numbers if accumulate else numbers)
+
+
+@pytest.mark.parametrize("choice", [_Scaled(8.0), ErrorFeedback(_Scaled(8.0))])
+def test_a_compressor_of_the_users_own(choice):
+    world = Loopback(2)
+
+    def body(rank: int) -> Any:
+        coding = Coding(choice, 0, rank)
+        for step in range(3):
+            chunk = values(rank, step, 1000)
+            drive(coded_chunk(world.communicator(rank), chunk, 0, 1, coding, 5))
+        return chunk, coding.state_dict()
+
+    (chunk, state), (other, _) = world.run(body)
+    assert torch.equal(chunk, other)
+    torch.testing.assert_close(chunk, values(0, 2, 1000) + values(1, 2, 1000), rtol=1e-2, atol=1e-2)
+    assert [saved["state"]["calls"].item() for saved in state.values()] == [3.0, 3.0]
+
+
+def test_bytes_that_are_no_payload_are_an_error_that_names_the_sender():
+    world = Loopback(2)
+
+    def body(rank: int) -> str:
+        coding = Coding(Int8() if rank == 0 else FP8(), 0, rank)
+        try:
+            drive(coded_chunk(world.communicator(rank), values(rank, 0, 1000), 0, 1, coding, 5))
+        except PeerLost:
+            raise
+        except CommError as error:
+            return str(error)
+        return "none"
+
+    first, second = world.run(body)
+    assert first == "what rank 1 of the group sent cannot be decoded: a payload of code fp8 where int8 is expected"
+    assert second.startswith("what rank 0 of the group sent cannot be decoded: a payload of code int8")
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=repr)
+def test_pieces_are_messages_that_tcp_does_not_hold_back(choice):
+    """See allreduce.PIECE_BYTES. What is cut must not depend on the link."""
+    coding = Coding(choice, 0, 0)
+    for nodes in (2, 3, 4, 8):
+        elements = coding.chunk_elements(nodes) // (nodes if coding.compressor.recompressible else 1)
+        size = coding.compressor.nbytes(elements)
+        assert size < 60_000 or 8_000 < size % 65_536 < 60_000, size
+        assert elements % 512 == 0
