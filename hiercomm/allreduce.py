@@ -228,7 +228,7 @@ class HierarchicalAllReduce:
                 yield functools.partial(_whole_chunk, cross, chunk, op, divisor)
             return
         for chunk in shard.split(coding.chunk_elements(cross.size)):
-            begin = chunk.storage_offset() - buffer.data.storage_offset()
+            begin = int(chunk.storage_offset() - buffer.data.storage_offset())
             yield functools.partial(coded_chunk, cross, chunk, begin, divisor, coding)
 
     def _beside(self, task: Task, what: str) -> Pending:

@@ -98,7 +98,15 @@ class Bucket:
             self.flat.as_strided(spec.shape, spec.stride, offset + self.flat.storage_offset())
             for spec, offset in zip(specs, offsets, strict=True)
         ]
+        ends = [*offsets[1:], self.flat.numel()]
+        between = [buffer.data[o + s.numel : e] for o, s, e in zip(offsets, specs, ends, strict=True)] if specs else []
+        self._gaps = [gap for gap in between if gap.numel()]
         self._version = -1
+
+    def clear_padding(self) -> None:
+        """Zero what lies between the gradients: a code must not depend on what earlier sums have left there."""
+        for gap in self._gaps:
+            gap.zero_()
 
     def seal(self) -> None:
         """From now on the buffer is under way."""

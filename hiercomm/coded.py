@@ -102,7 +102,7 @@ def coded_chunk(comm: Communicator, chunk: Tensor, begin: int, divisor: int, cod
 def _two_phases(comm: Communicator, values: Tensor, begin: int, coding: Coding, tag: int) -> Task:
     parts, me = pieces(values, comm.size), comm.rank
     own = parts[me]
-    begins = [begin + part.storage_offset() - values.storage_offset() for part in parts]
+    begins = [begin + int(part.storage_offset() - values.storage_offset()) for part in parts]
     sent = [_nothing(values)] * comm.size
     with on_stream(values):
         for q, part in enumerate(parts):

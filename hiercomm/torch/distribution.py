@@ -52,7 +52,10 @@ class _Exchanges:
         # Steps count from 0, as people's loops do.
         step, optimizer = (number - 1) // self._buckets, self._starts // 2 + 1
         what = f"the exchange of bucket {bucket.index} in step {step} of {self._owner} (optimizer {optimizer})"
-        return self._engine.start(bucket.buffer, bucket.op, bucket.divisor, what, self._codings.get(bucket.index))
+        coding = self._codings.get(bucket.index)
+        if coding is not None:
+            bucket.clear_padding()
+        return self._engine.start(bucket.buffer, bucket.op, bucket.divisor, what, coding)
 
     def finish(self, exchange: Exchange) -> None:
         number = self._numbers[id(exchange.buffer)]

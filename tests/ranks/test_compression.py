@@ -41,11 +41,11 @@ def test_training(name: str) -> None:
     """Losses come down about as far as without compression."""
     model, optimizer = make(CHOICES[name])
     plain, reference = make(hvd.Compression.none)
-    begin = float(loss_of(model, part(0)))
+    begin = loss_of(model, part(0)).item()
     train(model, optimizer, range(30), lambda step: part(step % 3))
     train(plain, reference, range(30), lambda step: part(step % 3))
     assert_identical(model)
-    end, wanted = float(loss_of(model, part(0))), float(loss_of(plain, part(0)))
+    end, wanted = loss_of(model, part(0)).item(), loss_of(plain, part(0)).item()
     assert end < begin - 0.5 * (begin - wanted), (begin, end, wanted)
 
 
