@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ def ptx() -> str:
     return native.compile_for_gpu("compute_80").decode()
 
 
+@pytest.fixture(scope="session")
 def interpreted(ptx: str) -> Launch:
     """The PTX in the interpreter, on copies of the tensors at the same alignment."""
     kernels: dict[str, Kernel] = {}
@@ -97,7 +98,7 @@ def _content(t: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 @pytest.fixture
-def as_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def as_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`as_gpu(launch, call, *arguments)`: what a call gives where CPU tensors take the GPU's way, by that launch."""
 
     def run(launch: Launch, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -106,4 +107,4 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
             patch.setattr(native, "_cpu", native._cuda)
             return call(*arguments)
 
-    yield run
+    return run

@@ -20,7 +20,14 @@ TYPES = {
     for bits in (8, 16, 32, 64)
 } | {"f32": np.dtype("f4"), "pred": np.dtype("?")}
 WIDTHS = {"r": "u4", "f": "u4", "rd": "u8", "rs": "u2", "p": "?"}
-COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+COMPARE = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
 THREADS = 256
 
 
@@ -113,10 +120,7 @@ class _Run:
                 continue
             active = (at == here) & ~waits
             predicate, negated, op, operands, line = code[here]
-            if predicate is not None:
-                on = active & (self._register(predicate) ^ negated)
-            else:
-                on = active
+            on = active & (self._register(predicate) ^ negated) if predicate is not None else active
             at[active] = here + 1
             if op[0] == "bra":
                 at[on] = self.kernel.labels[operands[0]]
@@ -223,7 +227,9 @@ class _Run:
         assert op[2:] == ["add", "u32"]
         threads = np.flatnonzero(on)
         target, address = self._where(op, operands[1], threads, 1, 4)
-        np.add.at(target.view("u4"), address // 4, self._value(operands[2], "u32")[threads])  # the old value is not used
+        np.add.at(
+            target.view("u4"), address // 4, self._value(operands[2], "u32")[threads]
+        )  # the old value is not used
 
     # ---- arithmetic -----------------------------------------------------------------------------------
 
