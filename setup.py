@@ -12,8 +12,15 @@ import subprocess
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # before setuptools 70
+    try:
+        from wheel.bdist_wheel import bdist_wheel
+    except ImportError:  # then no wheel can be asked for either
+        bdist_wheel = object
 
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'^__version__ = "([^"]+)"', (ROOT / "hiercomm/__init__.py").read_text(encoding="utf-8"), re.M)

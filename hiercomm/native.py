@@ -250,7 +250,7 @@ def _staged(kernels: _Kernels) -> _Kernels:
 
     def on_host(function: Callable[..., None]) -> Callable[..., None]:
         def run(*arguments: Any) -> None:
-            copies = [a.detach().cpu() if isinstance(a, Tensor) else a for a in arguments]
+            copies = [a.detach().to("cpu", copy=True) if isinstance(a, Tensor) else a for a in arguments]
             function(*copies)
             for argument, copy in zip(arguments, copies, strict=True):
                 if isinstance(argument, Tensor):

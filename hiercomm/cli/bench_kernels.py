@@ -75,7 +75,7 @@ def _encoder(code: str, x: Tensor, residual: Tensor | None, codes: Tensor, scale
 
 
 def _top_k(x: Tensor, residual: Tensor, sparse: tuple[Tensor, Tensor, Tensor]) -> _Call:
-    # The residual grows from call to call, as it does in training; a sum of equal numbers has the same distribution.
+    # From call to call more of what is not chosen waits just under what is, as in training.
     residual.zero_()
     return _bound(native.top_k, x, residual, *sparse)
 

@@ -57,3 +57,12 @@ def test_overlap(start: Start, tmp_path: Path) -> None:
     assert record["both"] > 0
     shorter = min(record["exchange"], record["compute"])
     assert record["hidden"] == pytest.approx((record["exchange"] + record["compute"] - record["both"]) / shorter)
+
+
+def test_kernels(start: Start, tmp_path: Path) -> None:
+    found = records(start, 1, 1, tmp_path / "k.json", "kernels", "--sizes", "4KB,1MB", "--repeat", "3")
+    assert len(found) == 2 * 25
+    for record in found:
+        assert record["backend"] in ("twin", "numpy")
+        assert record["wire_bytes"] < record["bytes"] // 3
+        assert record["ratio"] == pytest.approx(record["seconds"] / record["copy_seconds"])

@@ -4,12 +4,14 @@ tests/gpu.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from hiercomm import native
 
-KINDS = ("normal", "bits", "denormal", "tiny", "mixed", "huge", "ties", "zeros")
+KINDS = ("normal", "bits", "denormal", "tiny", "mixed", "huge", "ties", "zeros", "midway")
 SIZES = (0, 1, 7, 511, 512, 513, 65535, 65537, 200003)
 SEED = 0x123456789ABCDEF0
 
@@ -27,8 +29,16 @@ def sample(kind: str, n: int, seed: int = 0) -> torch.Tensor:
         "huge": lambda: np.clip(normal * 1.5e38, -1.7e38, 1.7e38),  # most blocks under 2^127
         "ties": lambda: rng.integers(-3, 4, n) * 0.25,
         "zeros": lambda: np.where(rng.random(n) < 0.5, 0.0, -0.0),
+        "midway": lambda: _midway(normal),
     }[kind]()
     return torch.from_numpy(np.ascontiguousarray(x, np.float32))
+
+
+def _midway(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Blocks whose mean lies half-way between two numbers of bf16, to half a bit: the order of the sum decides."""
+    whole = x[: len(x) // 512 * 512].reshape(-1, 512)
+    whole *= (514 + 2.0**-15) / np.abs(whole).sum(1, keepdims=True)
+    return x
 
 
 def written(*tensors: torch.Tensor | None) -> list[bytes]:
@@ -43,10 +53,13 @@ def written(*tensors: torch.Tensor | None) -> list[bytes]:
     return found
 
 
-def encode(code: str, x: torch.Tensor, residual: torch.Tensor | None, seed: int | None) -> list[torch.Tensor | None]:
-    """Codes, scales and the new residual; 0xAA is what nobody wrote."""
+def encode(
+    code: str, x: torch.Tensor, residual: torch.Tensor | None, seed: int | None, offset: int = 0
+) -> list[torch.Tensor | None]:
+    """Codes, scales and the new residual; 0xAA is what nobody wrote. The codes begin at an offset, in bytes."""
     residual = None if residual is None else residual.clone()
-    codes = torch.full((native.code_bytes(code, x.numel()),), 0xAA, dtype=torch.uint8, device=x.device)
+    nbytes = native.code_bytes(code, x.numel())
+    codes = torch.full((nbytes + offset,), 0xAA, dtype=torch.uint8, device=x.device)[offset:]
     scales = torch.full((2 * -(-x.numel() // native.BLOCK),), 0xAA, dtype=torch.uint8, device=x.device)
     if code == "sign":
         native.sign(x, residual, codes, scales)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from hiercomm.errors import HierCommError, KernelError
 
 CASES = [(code, seed) for code in native.CODES for seed in (None, SEED) if code != "sign" or seed is None]
 CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here")
 
 
 @pytest.fixture
@@ -37,6 +39,7 @@ def in_numpy(call, *arguments):  # type: ignore[no-untyped-def]
 # ---- the same bytes -------------------------------------------------------------------------------------
 
 
+@needs_compiler
 def test_the_library_is_compiled() -> None:
     assert native.backend(CPU) == "twin"
     with native.numpy_only():
@@ -104,6 +107,17 @@ def test_wire_types_of_their_own_width() -> None:
     for run in (lambda: native.top_k(x, None, *own), lambda: in_numpy(native.top_k, x, None, *own)):
         run()
         assert written(*(t.view(torch.uint8) for t in own)) == written(*aligned)
+
+
+def test_a_gpu_without_cupy_goes_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, residual = sample("normal", 1500), sample("normal", 1500, 1)
+    expected = [encode("int4", x, residual, SEED), choose(x, residual, 20)]
+    expected += [decode("int4", *expected[0][:2], x), spread(expected[1][:3], x)]
+    staged = native._staged(native._cpu())
+    monkeypatch.setattr(native, "_cpu", lambda: staged)
+    found = [encode("int4", x, residual, SEED), choose(x, residual, 20)]
+    found += [decode("int4", *expected[0][:2], x), spread(expected[1][:3], x)]
+    assert [written(*f) for f in found] == [written(*e) for e in expected]
 
 
 # ---- what is promised -----------------------------------------------------------------------------------
@@ -239,6 +253,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     native._cpu.cache_clear()
 
 
+@needs_compiler
 def test_compiled_once_for_all_who_ask(fresh: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with ThreadPoolExecutor(4) as pool:
         paths = list(pool.map(lambda _: kernel_cache.compiled(), range(4)))
@@ -285,6 +300,7 @@ def test_one_line_a_node(fresh: Path, monkeypatch: pytest.MonkeyPatch, capfd: py
     assert capfd.readouterr().err == ""
 
 
+@needs_compiler
 def test_a_library_of_other_sources_is_not_used(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stale = fresh.parent / "stale.so"
     stale.write_bytes(kernel_cache.compiled().read_bytes())
