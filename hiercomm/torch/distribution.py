@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hiercomm import devices, runtime
+from hiercomm import devices, native, runtime
 from hiercomm.allreduce import Exchange, HierarchicalAllReduce
 from hiercomm.bucket import Bucket, Spec, layout, plan
 from hiercomm.coded import Coding
@@ -104,6 +104,8 @@ class _Part:
             for b in buckets
             if (choice := choices[b.members[0]]) is not None and len(context.topology.nodes) > 1
         }
+        if self.codings:
+            native.backend(device)  # compiles what has to be compiled
         exchanges = _Exchanges(context.all_reduce_engine(level), len(buckets) + 1, options.label, self.codings)
         mode.attach(Context(exchanges.start, exchanges.finish))
         self.mode = mode
