@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from hiercomm import reduction
-from hiercomm.coded import Coding, coded_chunk
 from hiercomm.comm.base import Communicator, Done, LocalBuffer, ReducingCommunicator, Work, pieces
 from hiercomm.comm.staging import from_host, to_host, written
-from hiercomm.exchange import all_to_all
+from hiercomm.exchange import Coding, all_to_all
 from hiercomm.progress import Pending, Progress, Task, Together
 from hiercomm.timing import Timing
 from hiercomm.topology import Topology
@@ -110,6 +109,7 @@ class Exchange:
     local: Work
     cross: Pending | None
     what: str
+    shared: bool  # whether each local rank holds a shard of the result
 
 
 @final
@@ -192,11 +192,12 @@ class HierarchicalAllReduce:
         local: Work
         local_divisor, cross_divisor = (divisor, 1) if self._local_divides else (1, divisor)
         several = len(self._topology.nodes) > 1
+        shared = several and self._topology.is_homogeneous and not (coding is not None and coding.takes_whole)
         if self._local is None:
             if local_divisor != 1:
                 reduction.combine([buffer.data], [buffer.data], op, local_divisor)
             local = written(buffer.data)
-        elif several and self._topology.is_homogeneous:
+        elif shared:
             local = self._local.reduce_scatter(buffer, op, local_divisor)
         else:
             local = self._local.all_reduce(buffer, op, local_divisor)
@@ -208,7 +209,7 @@ class HierarchicalAllReduce:
         if crosses:
             self._cross_over(local, self._tasks_of(buffer, op, cross_divisor, coding), what, parts)
         cross = self._beside(_wait(parts), what) if polled or crosses else None
-        return Exchange(buffer, local, cross, what)
+        return Exchange(buffer, local, cross, what, shared)
 
     def _cross_over(self, local: Work, tasks: Iterator[Callable[[int], Task]], what: str, parts: _Countdown) -> None:
         """The chunks of a shard behind those of earlier ones, in lanes that turn by turn take one each."""
@@ -227,9 +228,8 @@ class HierarchicalAllReduce:
             for chunk in chunks(cross, shard, self._piece_bytes):
                 yield functools.partial(_whole_chunk, cross, chunk, op, divisor)
             return
-        for chunk in shard.split(coding.chunk_elements(cross.size)):
-            begin = int(chunk.storage_offset() - buffer.data.storage_offset())
-            yield functools.partial(coded_chunk, cross, chunk, begin, divisor, coding)
+        part = buffer.data if coding.takes_whole else shard
+        yield from coding.tasks(cross, part, int(part.storage_offset() - buffer.data.storage_offset()), divisor)
 
     def _beside(self, task: Task, what: str) -> Pending:
         """A task that waits for no other."""
@@ -254,6 +254,8 @@ class HierarchicalAllReduce:
         """The last level of an exchange whose `local` and `cross` have completed; in order."""
         if self._local is None or len(self._topology.nodes) == 1:
             return Done()
-        if self._topology.is_homogeneous:
+        if exchange.shared:
             return self._local.all_gather(exchange.buffer)
+        if self._topology.is_homogeneous:
+            return Done()
         return self._local.broadcast(exchange.buffer, root=0)

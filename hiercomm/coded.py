@@ -10,7 +10,9 @@ Knows nothing of MPI.
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
@@ -18,9 +20,9 @@ from torch import Tensor
 
 from hiercomm.comm.base import Communicator, pieces
 from hiercomm.comm.staging import from_host, on_stream, to_host
-from hiercomm.compress import Choice, Compressor, ErrorFeedback, Site
+from hiercomm.compress import Compressor, ErrorFeedback, Sites
 from hiercomm.errors import CommError, PayloadError
-from hiercomm.exchange import all_to_all
+from hiercomm.exchange import Coding, all_to_all
 from hiercomm.progress import Task
 
 # Elements that are compressed at a time, multiples of the codes' blocks: the most whose payload is not too large, nor
@@ -34,18 +36,24 @@ def _travels_well(nbytes: int) -> bool:
 
 
 @final
-class Coding:
-    """How one bucket is compressed, on one rank, with what is remembered at each place from step to step."""
+class CompressorCoding(Coding):
+    """A bucket through a compressor."""
 
-    def __init__(self, choice: Choice, bucket: int, rank: int) -> None:
+    takes_whole = False
+
+    def __init__(self, choice: Compressor | ErrorFeedback, bucket: int, rank: int) -> None:
         self.choice = choice
         self.compressor: Compressor = choice.inner if isinstance(choice, ErrorFeedback) else choice
-        self._bucket = bucket
-        self._rank = rank
-        self._sites: dict[int, Site] = {}
+        self._sites = Sites(bucket, rank)
+
+    def tasks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Callable[[int], Task]]:
+        """A task for each chunk."""
+        for chunk in part.split(self.chunk_elements(comm.size)):
+            place = begin + int(chunk.storage_offset() - part.storage_offset())
+            yield functools.partial(coded_chunk, comm, chunk, place, divisor, self)
 
     def describe(self) -> str:
-        """As one would write it."""
+        """As one would write it, without the address of an object that has no repr of its own."""
         return re.sub(" at 0x[0-9a-f]+", "", repr(self.choice))
 
     def chunk_elements(self, nodes: int) -> int:
@@ -56,33 +64,24 @@ class Coding:
 
     def compress(self, x: Tensor, begin: int) -> Tensor:
         """The payload of the piece that begins with element `begin` of the bucket."""
-        site = self._sites.get(begin)
-        if site is None:
-            site = self._sites[begin] = Site((self._bucket, begin), self._rank)
+        site = self._sites.at(begin)
         payload = torch.empty(self.compressor.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
         self.choice.compress(x, payload, site)
         site.number += 1
         return payload
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
-        """What is remembered, by the place of its first element in the bucket."""
-        return {
-            begin: {"number": site.number, "state": {name: t.clone() for name, t in site.state.items()}}
-            for begin, site in self._sites.items()
-        }
+        """By the place of a piece's first element."""
+        return self._sites.state_dict()
 
     def load_state_dict(self, state: dict[int, dict[str, Any]], device: torch.device) -> None:
         """Take up `state_dict()`'s result."""
-        self._sites = {
-            begin: Site(
-                (self._bucket, begin), self._rank, saved["number"],
-                {name: t.detach().clone().to(device) for name, t in saved["state"].items()},
-            )
-            for begin, saved in state.items()
-        }  # fmt: skip
+        self._sites.load_state_dict(state, device)
 
 
-def coded_chunk(comm: Communicator, chunk: Tensor, begin: int, divisor: int, coding: Coding, tag: int) -> Task:
+def coded_chunk(
+    comm: Communicator, chunk: Tensor, begin: int, divisor: int, coding: CompressorCoding, tag: int
+) -> Task:
     """Task: the mean of a chunk (divisor 1: the sum) over the nodes, the same bits on every rank.
 
     The chunk, of float32, fp16 or bf16, begins with element `begin` of its bucket. Raises CommError naming the rank
@@ -99,7 +98,7 @@ def coded_chunk(comm: Communicator, chunk: Tensor, begin: int, divisor: int, cod
         chunk.copy_(values)
 
 
-def _two_phases(comm: Communicator, values: Tensor, begin: int, coding: Coding, tag: int) -> Task:
+def _two_phases(comm: Communicator, values: Tensor, begin: int, coding: CompressorCoding, tag: int) -> Task:
     parts, me = pieces(values, comm.size), comm.rank
     own = parts[me]
     begins = [begin + int(part.storage_offset() - values.storage_offset()) for part in parts]
@@ -126,7 +125,7 @@ def _two_phases(comm: Communicator, values: Tensor, begin: int, coding: Coding, 
                 _decode(coding, received[q], part, False, q)
 
 
-def _one_phase(comm: Communicator, values: Tensor, begin: int, coding: Coding, tag: int) -> Task:
+def _one_phase(comm: Communicator, values: Tensor, begin: int, coding: CompressorCoding, tag: int) -> Task:
     with on_stream(values):
         payload = coding.compress(values, begin)
     received = yield from _exchange(comm, [payload] * comm.size, [payload.numel()] * comm.size, tag)
@@ -140,7 +139,7 @@ def _nothing(like: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=like.device)
 
 
-def _decode(coding: Coding, payload: Tensor, out: Tensor, accumulate: bool, source: int) -> None:
+def _decode(coding: CompressorCoding, payload: Tensor, out: Tensor, accumulate: bool, source: int) -> None:
     try:
         coding.compressor.decompress(payload, out, accumulate)
     except PayloadError as error:

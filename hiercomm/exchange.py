@@ -1,9 +1,12 @@
-"""All-to-all between nodes as links like it: in rounds, in each of which nobody is sent to by two ranks."""
+"""Between nodes: all-to-all as links like it, and what an exchange in fewer bytes is to the all-reduce around it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from hiercomm.comm.base import AllOf, Communicator
@@ -11,6 +14,32 @@ from hiercomm.progress import Task
 
 # Smaller pieces go out at once: they fill no queue, and rounds would cost their latency.
 _ROUNDS_BYTES = 32 << 10
+
+
+class Coding(ABC):
+    """How one bucket crosses the links between nodes in fewer bytes, with what is remembered from step to step."""
+
+    # Whether every rank of a node takes part in the exchange of the whole bucket, in place of a shard.
+    takes_whole: bool
+
+    @abstractmethod
+    def tasks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Callable[[int], Task]]:
+        """Tasks, given a tag each, after which `part` holds its mean over the nodes, the same bits on every rank.
+
+        The part begins with element `begin` of the bucket.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """As one would write it."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """What is remembered on this rank, by its place in the bucket."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[int, dict[str, Any]], device: torch.device) -> None:
+        """Take up `state_dict()`'s result."""
 
 
 def all_to_all(comm: Communicator, out: Sequence[Tensor], buf: Sequence[Tensor], tag: int) -> Task:

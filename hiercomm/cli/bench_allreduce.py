@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 import hiercomm.torch as hvd
-from hiercomm import reduction, runtime
+from hiercomm import compress, reduction, runtime
 from hiercomm.allreduce import Exchange
 from hiercomm.cli import peers
+from hiercomm.coded import CompressorCoding
 from hiercomm.comm import mpi
 from hiercomm.config import parse_bytes, parse_rate
+from hiercomm.errors import ConfigError
 
 Record = dict[str, Any]
 Reduce = Callable[[], None]
@@ -42,19 +44,23 @@ class _Table:
         self._nodes = len(runtime.current().topology.nodes)
         self.records: list[Record] = []
 
-    def cell(self, peer: str, dtype: torch.dtype, nbytes: int, data: Tensor | None, reduce: Reduce) -> None:
+    def cell(
+        self, peer: str, dtype: torch.dtype, nbytes: int, data: Tensor | None, reduce: Reduce, compression: str = "none"
+    ) -> None:
         """Time one peer at one size; the first call's sum is checked."""
         if data is not None:
             data.fill_(1)
             reduce()
-            if not (data[0] == self._world.size and data[-1] == self._world.size):
+            # A code rounds, and may leave out all but the first.
+            last = data[-1] if compression == "none" else data[0]
+            if not all(abs(each - self._world.size) <= (compression != "none") / 8 for each in (data[0], last)):
                 raise RuntimeError(f"{peer}: wrong sum {data[0].item()} of {self._world.size} ones")
             data.zero_()
         median, least = self._time(reduce, max(1, min(20, _BATCH_BYTES // max(1, nbytes))))
         link_bytes = 2 * (self._nodes - 1) / self._nodes * nbytes
         self.records.append({
             "op": "send" if data is None else "allreduce", "peer": peer, "dtype": str(dtype).removeprefix("torch."),
-            "compression": "none", "bytes": nbytes, "nodes": self._nodes, "ranks_per_node": hvd.local_size(),
+            "compression": compression, "bytes": nbytes, "nodes": self._nodes, "ranks_per_node": hvd.local_size(),
             "seconds": median, "seconds_min": least, "rate_limit_bps": self._rate,
             "link_share": link_bytes * 8 / (self._rate * median) if self._rate else None,
         })  # fmt: skip
@@ -110,6 +116,9 @@ def run(options: argparse.Namespace) -> tuple[int, list[Record]]:
             table.cell("MPI_Send", dtype, nbytes, None, _send(world, nbytes))
             data, reduce = _bucket(dtype, nbytes)
             table.cell("hiercomm", dtype, nbytes, data, reduce)
+            for name in filter(None, options.compression.split(",")):
+                data, reduce = _bucket(dtype, nbytes, _coding(name))
+                table.cell(name, dtype, nbytes, data, reduce, name)
             data = torch.empty(nbytes // dtype.itemsize, dtype=dtype)
             table.cell("allreduce_", dtype, nbytes, data, _eager(data))
             for peer, all_reduce in all_reduces.items():
@@ -210,13 +219,22 @@ def _eager(data: Tensor) -> Reduce:
     return reduce
 
 
-def _bucket(dtype: torch.dtype, nbytes: int) -> tuple[Tensor, Reduce]:
+def _coding(name: str) -> CompressorCoding:
+    layers = compress.parse(name)
+    if layers is None or not isinstance(layers.default, compress.ErrorFeedback):
+        raise ConfigError(f"--compression {name} cannot be measured on a buffer: int8, sign, topk:0.01, ... can")
+    return CompressorCoding(layers.default, 0, hvd.rank())
+
+
+def _bucket(dtype: torch.dtype, nbytes: int, coding: CompressorCoding | None = None) -> tuple[Tensor, Reduce]:
     """What an optimizer's bucket goes through."""
-    data, begin, end = _bucket_parts(dtype, nbytes)
+    data, begin, end = _bucket_parts(dtype, nbytes, coding)
     return data, lambda: end(begin())
 
 
-def _bucket_parts(dtype: torch.dtype, nbytes: int) -> tuple[Tensor, Callable[[], Exchange], Callable[[Exchange], None]]:
+def _bucket_parts(
+    dtype: torch.dtype, nbytes: int, coding: CompressorCoding | None = None
+) -> tuple[Tensor, Callable[[], Exchange], Callable[[Exchange], None]]:
     context = runtime.current()
     name = context.unnamed("bench")
     level, buffers = context.allocate([(nbytes // dtype.itemsize, dtype)], torch.device("cpu"), name)
@@ -228,7 +246,7 @@ def _bucket_parts(dtype: torch.dtype, nbytes: int) -> tuple[Tensor, Callable[[],
                 work.wait()
         engine.distribute(exchange).wait()
 
-    return buffers[0].data, lambda: engine.start(buffers[0], reduction.SUM, 1, name), end
+    return buffers[0].data, lambda: engine.start(buffers[0], reduction.SUM, 1, name, coding), end
 
 
 def _send(world: mpi.MpiWorld, nbytes: int) -> Reduce:

@@ -7,9 +7,11 @@ given flat float32 tensors and flat uint8 payloads of one device, and a Site for
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
+import torch
 from torch import Tensor
 
 
@@ -37,6 +39,37 @@ class Site:
 
 
 _MASK = (1 << 64) - 1
+
+
+@final
+class Sites:
+    """The sites of one bucket on one rank, made when first asked for."""
+
+    def __init__(self, bucket: int, rank: int) -> None:
+        self._bucket = bucket
+        self._rank = rank
+        self._sites: dict[int, Site] = {}
+
+    def at(self, place: int) -> Site:
+        """The site of a place in the bucket."""
+        if place not in self._sites:
+            self._sites[place] = Site((self._bucket, place), self._rank)
+        return self._sites[place]
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """What is remembered, by place."""
+        return {
+            place: {"number": site.number, "state": {name: t.clone() for name, t in site.state.items()}}
+            for place, site in self._sites.items()
+        }
+
+    def load_state_dict(self, state: Mapping[int, Mapping[str, Any]], device: torch.device) -> None:
+        """Take up `state_dict()`'s result."""
+        self._sites = {}
+        for place, saved in state.items():
+            site = self.at(place)
+            site.number = saved["number"]
+            site.state = {name: t.detach().clone().to(device) for name, t in saved["state"].items()}
 
 
 class Compressor(ABC):

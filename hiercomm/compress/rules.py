@@ -14,10 +14,11 @@ from hiercomm.compress.base import Compressor
 from hiercomm.compress.block import FP8, Int4, Int8, Sign
 from hiercomm.compress.dense import BF16, FP16
 from hiercomm.compress.feedback import ErrorFeedback
+from hiercomm.compress.low_rank import PowerSGD
 from hiercomm.compress.sparse import RandomK, TopK
 from hiercomm.errors import ConfigError
 
-Choice = Compressor | ErrorFeedback
+Choice = Compressor | ErrorFeedback | PowerSGD
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -43,7 +44,7 @@ class PerLayer:
 
     def choose(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Choice | None:
         """What the parameter's gradient goes through between nodes; None: it goes as it is."""
-        if dtype not in _COMPRESSIBLE:
+        if dtype not in _COMPRESSIBLE or 0 in shape:
             return None
         for pattern, choice in self.rules.items():
             if fnmatch.fnmatchcase(name, pattern):
@@ -53,7 +54,7 @@ class PerLayer:
 
 def require_choice(choice: object, where: str) -> None:
     """Raise ConfigError unless `choice` can compress gradients."""
-    if isinstance(choice, ErrorFeedback):
+    if isinstance(choice, (ErrorFeedback, PowerSGD)):
         return
     if not isinstance(choice, Compressor):
         raise ConfigError(f"compression {where}={choice!r} cannot be used: it takes a compressor, such as Int8()")
@@ -61,8 +62,9 @@ def require_choice(choice: object, where: str) -> None:
         raise ConfigError(f"{choice!r} loses gradients without error feedback: ErrorFeedback({choice!r})")
 
 
-_NAMED: dict[str, Callable[..., Compressor]] = {
-    "bf16": BF16, "fp16": FP16, "fp8": FP8, "int4": Int4, "int8": Int8, "randomk": RandomK, "sign": Sign, "topk": TopK,
+_NAMED: dict[str, Callable[..., Compressor | PowerSGD]] = {
+    "bf16": BF16, "fp16": FP16, "fp8": FP8, "int4": Int4, "int8": Int8, "powersgd": PowerSGD, "randomk": RandomK,
+    "sign": Sign, "topk": TopK,
 }  # fmt: skip
 
 
@@ -83,6 +85,7 @@ def parse(text: str) -> PerLayer | None:
         except (SyntaxError, ValueError):
             arguments = (argument,)
     try:
-        return PerLayer(ErrorFeedback(_NAMED[name](*arguments)))
+        found = _NAMED[name](*arguments)
     except TypeError:
         raise ConfigError(f"compression {name!r} takes no argument {argument!r}") from None
+    return PerLayer(found if isinstance(found, PowerSGD) else ErrorFeedback(found))

@@ -93,6 +93,11 @@ class Compression:
         """The part `ratio` of the numbers, any."""
         return ErrorFeedback(compress.RandomK(ratio))
 
+    @staticmethod
+    def powersgd(rank: int = 4) -> compress.PowerSGD:
+        """Matrices as products of thin ones, of rank `rank`."""
+        return compress.PowerSGD(rank)
+
 
 def settle(given: Any, default: str) -> Any:
     """A `compression=` argument as PerLayer, or as Horovod's kind of compressor; `default` where it is none.
@@ -102,7 +107,7 @@ def settle(given: Any, default: str) -> Any:
     given = default if given is NoneCompressor else given
     if isinstance(given, str):
         return compress.parse(given) or NoneCompressor
-    if isinstance(given, (compress.Compressor, ErrorFeedback)):
+    if isinstance(given, (compress.Compressor, ErrorFeedback, compress.PowerSGD)):
         return PerLayer(given)
     if isinstance(given, PerLayer) or (hasattr(given, "compress") and hasattr(given, "decompress")):
         return given

@@ -18,9 +18,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hiercomm import devices, native, runtime
 from hiercomm.allreduce import Exchange, HierarchicalAllReduce
 from hiercomm.bucket import Bucket, Spec, layout, plan
-from hiercomm.coded import Coding
-from hiercomm.compress import Choice, PerLayer
+from hiercomm.coded import CompressorCoding
+from hiercomm.compress import Choice, PerLayer, PowerSGD
 from hiercomm.errors import ConfigError, UsageError
+from hiercomm.exchange import Coding
+from hiercomm.factored import FactoredCoding
 from hiercomm.modes import Mode
 from hiercomm.modes.base import Context
 from hiercomm.reducer import PRESENCE_OP, Reducer, presence_spec
@@ -100,7 +102,7 @@ class _Part:
         ]
         last = Bucket(len(buckets), [], [], buffers[-1], PRESENCE_OP, 1)
         self.codings = {
-            b.index: Coding(choice, b.index, context.topology.rank)
+            b.index: _coding(choice, b, context.topology.rank)
             for b in buckets
             if (choice := choices[b.members[0]]) is not None and len(context.topology.nodes) > 1
         }
@@ -139,6 +141,12 @@ class _Part:
         """See the exchange of this part's gradients through."""
         self.reducer.finish(discard=discard)
         self.mode.synchronize()
+
+
+def _coding(choice: Choice, bucket: Bucket, rank: int) -> Coding:
+    if isinstance(choice, PowerSGD):
+        return FactoredCoding(choice, bucket, rank)
+    return CompressorCoding(choice, bucket.index, rank)
 
 
 class Options:

@@ -21,15 +21,17 @@ def records(start: Start, ranks: int, per_node: int, path: Path, *words: str) ->
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (3, 1), (3, 2)])
 def test_allreduce(start: Start, tmp_path: Path, ranks: int, per_node: int) -> None:
-    words = ("allreduce", "--sizes", "4KB,1MB", "--dtypes", "float32,bfloat16", "--rate", "1gbit", "--repeat", "3")
+    words = ("allreduce", "--sizes", "4KB,1MB", "--dtypes", "float32,bfloat16", "--rate", "1gbit", "--repeat", "3",
+             "--compression", "int8,topk:0.01")  # fmt: skip
     nodes = -(-ranks // per_node)
     found = records(start, ranks, per_node, tmp_path / "a.json", *words)
     for dtype in ("float32", "bfloat16"):
         for nbytes in (4096, 1 << 20):
             row = {r["peer"]: r for r in found if (r["dtype"], r["bytes"]) == (dtype, nbytes)}
-            assert set(row) >= {"MPI_Send", "hiercomm", "allreduce_", "MPI_Allreduce", "Gloo"}
-            for record in row.values():
-                assert (record["nodes"], record["compression"]) == (nodes, "none")
+            assert set(row) >= {"MPI_Send", "hiercomm", "allreduce_", "MPI_Allreduce", "Gloo", "int8", "topk:0.01"}
+            for peer, record in row.items():
+                compression = peer if peer in ("int8", "topk:0.01") else "none"
+                assert (record["nodes"], record["compression"]) == (nodes, compression)
                 assert 0 < record["seconds_min"] <= record["seconds"]
                 share = 2 * (nodes - 1) / nodes * nbytes * 8 / (1e9 * record["seconds"])
                 assert record["link_share"] == pytest.approx(share)

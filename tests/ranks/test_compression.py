@@ -23,6 +23,7 @@ CHOICES: dict[str, Any] = {
     "sign": hvd.Compression.sign,
     "topk": hvd.Compression.topk(0.05),
     "randomk": hvd.Compression.randomk(0.1),
+    "powersgd": hvd.Compression.powersgd(2),
     "by name": "int4",
     "per layer": hiercomm.PerLayer(
         hvd.Compression.int8, min_numel=10, rules={"0.*": None, "6.*": hvd.Compression.sign}

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hiercomm.coded import Coding, coded_chunk
+from hiercomm.coded import CompressorCoding, coded_chunk
 from hiercomm.comm.loopback import Loopback
-from hiercomm.compress import BF16, FP8, Choice, Compressor, ErrorFeedback, Int4, Int8, RandomK, Sign, Site, TopK
+from hiercomm.compress import BF16, FP8, Compressor, ErrorFeedback, Int4, Int8, RandomK, Sign, Site, TopK
 from hiercomm.errors import CommError, PeerLost
 from hiercomm.progress import drive
 
-CHOICES: list[Choice] = [
+CHOICES: list[Compressor | ErrorFeedback] = [
     BF16(), Int8(), ErrorFeedback(Int8()), ErrorFeedback(Int4("stochastic")), ErrorFeedback(FP8()),
     ErrorFeedback(Sign()), ErrorFeedback(TopK(0.05)), ErrorFeedback(RandomK(0.05)),
 ]  # fmt: skip
@@ -32,7 +32,7 @@ def test_replicas_hold_the_same_bits_and_nothing_is_lost(choice, ranks, numel):
     world, steps = Loopback(ranks, max_delay_s=0.0005, seed=numel), 4
 
     def body(rank: int) -> Any:
-        coding, found = Coding(choice, 0, rank), []
+        coding, found = CompressorCoding(choice, 0, rank), []
         for step in range(steps):
             chunk = values(rank, step, numel)
             drive(coded_chunk(world.communicator(rank), chunk, 0, 1, coding, 5))
@@ -62,7 +62,7 @@ def test_means_and_halves(dtype):
 
     def body(rank: int) -> Tensor:
         chunk = values(rank, 0, 3000, dtype)
-        drive(coded_chunk(world.communicator(rank), chunk, 0, 3, Coding(Int8(), 0, rank), 5))
+        drive(coded_chunk(world.communicator(rank), chunk, 0, 3, CompressorCoding(Int8(), 0, rank), 5))
         return chunk
 
     results = world.run(body)
@@ -76,11 +76,11 @@ def test_half_the_steps_saved_and_loaded_are_all_the_steps():
     world = Loopback(2)
 
     def body(rank: int, cut: int) -> list[Tensor]:
-        found, coding = [], Coding(ErrorFeedback(Int4("stochastic")), 2, rank)
+        found, coding = [], CompressorCoding(ErrorFeedback(Int4("stochastic")), 2, rank)
         for step in range(10):
             if step == cut:
                 state = coding.state_dict()
-                coding = Coding(ErrorFeedback(Int4("stochastic")), 2, rank)
+                coding = CompressorCoding(ErrorFeedback(Int4("stochastic")), 2, rank)
                 coding.load_state_dict(state, torch.device("cpu"))
             chunk = values(rank, step, 5000)
             drive(coded_chunk(world.communicator(rank), chunk, 512, 2, coding, 5))
@@ -117,7 +117,7 @@ def test_a_compressor_of_the_users_own(choice):
     world = Loopback(2)
 
     def body(rank: int) -> Any:
-        coding = Coding(choice, 0, rank)
+        coding = CompressorCoding(choice, 0, rank)
         for step in range(3):
             chunk = values(rank, step, 1000)
             drive(coded_chunk(world.communicator(rank), chunk, 0, 1, coding, 5))
@@ -133,7 +133,7 @@ def test_bytes_that_are_no_payload_are_an_error_that_names_the_sender():
     world = Loopback(2)
 
     def body(rank: int) -> str:
-        coding = Coding(Int8() if rank == 0 else FP8(), 0, rank)
+        coding = CompressorCoding(Int8() if rank == 0 else FP8(), 0, rank)
         try:
             drive(coded_chunk(world.communicator(rank), values(rank, 0, 1000), 0, 1, coding, 5))
         except PeerLost:
@@ -150,7 +150,7 @@ def test_bytes_that_are_no_payload_are_an_error_that_names_the_sender():
 @pytest.mark.parametrize("choice", CHOICES, ids=repr)
 def test_pieces_are_messages_that_tcp_does_not_hold_back(choice):
     """See allreduce.PIECE_BYTES. What is cut must not depend on the link."""
-    coding = Coding(choice, 0, 0)
+    coding = CompressorCoding(choice, 0, 0)
     for nodes in (2, 3, 4, 8):
         elements = coding.chunk_elements(nodes) // (nodes if coding.compressor.recompressible else 1)
         size = coding.compressor.nbytes(elements)
