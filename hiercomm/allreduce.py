@@ -36,6 +36,9 @@ from hiercomm.topology import Topology
 PIECE_BYTES = tuple(kb << 10 for kb in (32, 48, 96, 160, 224, 480, 992))
 _USUAL_PIECE_BYTES = 96 << 10
 LANES = 3
+# Small buffers have a lane of their own: the last of a step would queue up behind all others, and add its latency.
+TAGS = LANES + 1
+_SMALL_BYTES = 16 << 10
 
 
 def chunks(comm: Communicator, flat: Tensor, piece_bytes: int) -> list[Tensor]:
@@ -155,7 +158,7 @@ def _whole_chunk(comm: Communicator, chunk: Tensor, op: str, divisor: int, tag: 
 @final
 class HierarchicalAllReduce:
     """All-reduce of buffers that `local` has allocated. `start` and `distribute` are called by the training
-    thread, in the same order on every rank. LANES tags from `tag` on belong to it. Pieces of `piece_bytes` go over the
+    thread, in the same order on every rank. TAGS tags from `tag` on belong to it. Pieces of `piece_bytes` go over the
     links between the nodes.
 
     `local` is None where this node has one rank, `cross` where there is one node or this rank does not
@@ -207,14 +210,17 @@ class HierarchicalAllReduce:
         if polled:
             self._beside(parts.counted(self._timed(local)), what)
         if crosses:
-            self._cross_over(local, self._tasks_of(buffer, op, cross_divisor, coding), what, parts)
+            tasks = self._tasks_of(buffer, op, cross_divisor, coding)
+            self._cross_over(local, tasks, what, parts, is_small=buffer.data.nbytes <= _SMALL_BYTES)
         cross = self._beside(_wait(parts), what) if polled or crosses else None
         return Exchange(buffer, local, cross, what, shared)
 
-    def _cross_over(self, local: Work, tasks: Iterator[Callable[[int], Task]], what: str, parts: _Countdown) -> None:
+    def _cross_over(
+        self, local: Work, tasks: Iterator[Callable[[int], Task]], what: str, parts: _Countdown, *, is_small: bool
+    ) -> None:
         """The chunks of a shard behind those of earlier ones, in lanes that turn by turn take one each."""
         for task in tasks:
-            lane = next(self._chunks) % LANES
+            lane = LANES if is_small else next(self._chunks) % LANES
             timed = parts.counted(self._after(local, task(self._tag + lane)))
             self._progress.submit(("lane", self._tag, lane), timed, Pending(what))
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hiercomm import config as configuration
 from hiercomm import connect, devices, launcher, probe
-from hiercomm.allreduce import LANES, PIECE_BYTES, HierarchicalAllReduce
+from hiercomm.allreduce import PIECE_BYTES, TAGS, HierarchicalAllReduce
 from hiercomm.comm import mpi
 from hiercomm.comm.base import LocalBuffer, ReducingCommunicator, Work
 from hiercomm.comm.shm import SharedMemory
@@ -60,7 +60,7 @@ class Runtime:
         self._world = world
         self._abort_code: int | None = None
         self._channels = itertools.count()
-        self._tags = itertools.count(step=LANES)
+        self._tags = itertools.count(step=TAGS)
         self._piece_bytes: int | None = None
         self._unnamed: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self._pid = os.getpid()
