@@ -112,7 +112,7 @@ class Exchange:
     local: Work
     cross: Pending | None
     what: str
-    shared: bool  # whether each local rank holds a shard of the result
+    shared: bool = False  # whether each local rank holds a shard of the result
 
 
 @final
