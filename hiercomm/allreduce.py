@@ -194,6 +194,8 @@ class HierarchicalAllReduce:
         """Begin; returns at once. `what` names it in errors; `coding` makes it fewer bytes between the nodes."""
         local: Work
         local_divisor, cross_divisor = (divisor, 1) if self._local_divides else (1, divisor)
+        if coding is not None:
+            coding.sites.number += 1  # also on ranks that do not cross
         several = len(self._topology.nodes) > 1
         shared = several and self._topology.is_homogeneous and not (coding is not None and coding.takes_whole)
         if self._local is None:

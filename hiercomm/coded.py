@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hiercomm.comm.base import Communicator, pieces
-from hiercomm.comm.staging import from_host, on_stream, to_host
+from hiercomm.comm.staging import from_host, on_stream, to_host, written
 from hiercomm.compress import Compressor, ErrorFeedback, Sites
 from hiercomm.errors import CommError, PayloadError
 from hiercomm.exchange import Coding, all_to_all
@@ -44,7 +44,7 @@ class CompressorCoding(Coding):
     def __init__(self, choice: Compressor | ErrorFeedback, bucket: int, rank: int) -> None:
         self.choice = choice
         self.compressor: Compressor = choice.inner if isinstance(choice, ErrorFeedback) else choice
-        self._sites = Sites(bucket, rank)
+        self.sites = Sites(bucket, rank)
 
     def tasks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Callable[[int], Task]]:
         """A task for each chunk."""
@@ -64,19 +64,10 @@ class CompressorCoding(Coding):
 
     def compress(self, x: Tensor, begin: int) -> Tensor:
         """The payload of the piece that begins with element `begin` of the bucket."""
-        site = self._sites.at(begin)
+        site = self.sites.at(begin)
         payload = torch.empty(self.compressor.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
         self.choice.compress(x, payload, site)
-        site.number += 1
         return payload
-
-    def state_dict(self) -> dict[int, dict[str, Any]]:
-        """By the place of a piece's first element."""
-        return self._sites.state_dict()
-
-    def load_state_dict(self, state: dict[int, dict[str, Any]], device: torch.device) -> None:
-        """Take up `state_dict()`'s result."""
-        self._sites.load_state_dict(state, device)
 
 
 def coded_chunk(
@@ -96,6 +87,8 @@ def coded_chunk(
         yield from _one_phase(comm, values, begin, coding, tag)
     with on_stream(chunk):
         chunk.copy_(values)
+        done = written(chunk)
+    yield done
 
 
 def _two_phases(comm: Communicator, values: Tensor, begin: int, coding: CompressorCoding, tag: int) -> Task:
@@ -156,7 +149,8 @@ def _exchange(comm: Communicator, sent: list[Tensor], sizes: list[int], tag: int
     yield from all_to_all(comm, received, [hosts[id(each)] for each in sent], tag)
     if sent[0].device.type == "cpu":
         return received
-    found = [torch.empty_like(each, device=sent[0].device) for each in received]
+    with on_stream(sent[0]):  # whose memory pool it is
+        found = [torch.empty_like(each, device=sent[0].device) for each in received]
     for host, each in zip(received, found, strict=True):
         yield from from_host(host, each)
     return found

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from hiercomm.comm.base import AllOf, Communicator
+from hiercomm.compress import Sites
 from hiercomm.progress import Task
 
 # Smaller pieces go out at once: they fill no queue, and rounds would cost their latency.
@@ -21,6 +20,7 @@ class Coding(ABC):
 
     # Whether every rank of a node takes part in the exchange of the whole bucket, in place of a shard.
     takes_whole: bool
+    sites: Sites
 
     @abstractmethod
     def tasks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Callable[[int], Task]]:
@@ -32,14 +32,6 @@ class Coding(ABC):
     @abstractmethod
     def describe(self) -> str:
         """As one would write it."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[int, dict[str, Any]]:
-        """What is remembered on this rank, by its place in the bucket."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[int, dict[str, Any]], device: torch.device) -> None:
-        """Take up `state_dict()`'s result."""
 
 
 def all_to_all(comm: Communicator, out: Sequence[Tensor], buf: Sequence[Tensor], tag: int) -> Task:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from hiercomm import reduction
 from hiercomm.allreduce import reduce_chunk
 from hiercomm.bucket import Bucket
 from hiercomm.comm.base import Communicator
-from hiercomm.comm.staging import from_host, on_stream, to_host
+from hiercomm.comm.staging import from_host, on_stream, to_host, written
 from hiercomm.compress import PowerSGD, Sites
 from hiercomm.exchange import Coding
 from hiercomm.progress import Task
@@ -38,7 +38,7 @@ class FactoredCoding(Coding):
         self._choice = choice
         # With version counters of their own: the bucket counts what users do to gradients.
         self._views = [view.data for view in bucket.views]
-        self._sites = Sites(bucket.index, rank)
+        self.sites = Sites(bucket.index, rank)
 
     def tasks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Callable[[int], Task]]:
         """One task for the bucket."""
@@ -48,7 +48,7 @@ class FactoredCoding(Coding):
         flat = self._views[0]
         with on_stream(flat):
             matrices = [_matrix(view).div_(divisor) for view in self._views]
-            sums = self._choice.reduce(matrices, [self._sites.at(i) for i in range(len(matrices))])
+            sums = self._choice.reduce(matrices, [self.sites.at(i) for i in range(len(matrices))])
             factors = next(sums, None)
         while factors is not None:
             host = yield from to_host(factors)
@@ -59,15 +59,9 @@ class FactoredCoding(Coding):
         with on_stream(flat):
             for view, matrix in zip(self._views, matrices, strict=True):
                 view.copy_(matrix.view(view.shape))
+            done = written(flat)
+        yield done
 
     def describe(self) -> str:
         """As one would write it."""
         return repr(self._choice)
-
-    def state_dict(self) -> dict[int, dict[str, Any]]:
-        """By the matrix's number in the bucket."""
-        return self._sites.state_dict()
-
-    def load_state_dict(self, state: dict[int, dict[str, Any]], device: torch.device) -> None:
-        """Take up `state_dict()`'s result."""
-        self._sites.load_state_dict(state, device)

@@ -82,7 +82,9 @@ def cached(name: str, make: Callable[[Path], object]) -> Path:
     folder = _folder()
     path = folder / name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError("it belongs to somebody else")  # who could have put a library there
         if path.exists():
             return path
         with _locked(folder / f"{name}.lock"), tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -97,8 +99,9 @@ def cached(name: str, make: Callable[[Path], object]) -> Path:
 
 def _folder() -> Path:
     environment = process_environment()
-    base = environment.get("XDG_CACHE_HOME") or os.path.join(environment.get("HOME") or tempfile.gettempdir(), ".cache")
-    return Path(base, "hiercomm")
+    if environment.get("XDG_CACHE_HOME") or environment.get("HOME"):
+        return Path(environment.get("XDG_CACHE_HOME") or os.path.join(environment["HOME"], ".cache"), "hiercomm")
+    return Path(tempfile.gettempdir(), f"hiercomm-{os.getuid()}")
 
 
 @contextlib.contextmanager

@@ -107,7 +107,10 @@ def backend(device: torch.device) -> str:
 
     Without CuPy a GPU's tensors go to the CPU and back.
     """
-    return _kernels(device).name
+    name = _kernels(device).name
+    if name == "cuda":
+        _module(device.index)
+    return name
 
 
 @contextlib.contextmanager

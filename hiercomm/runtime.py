@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hiercomm import compress, connect, devices, launcher, probe
 from hiercomm import config as configuration
-from hiercomm import connect, devices, launcher, probe
 from hiercomm.allreduce import PIECE_BYTES, TAGS, HierarchicalAllReduce
 from hiercomm.comm import mpi
 from hiercomm.comm.base import LocalBuffer, ReducingCommunicator, Work
@@ -36,7 +36,7 @@ from hiercomm.comm.torchdist import TorchDistributed
 from hiercomm.config import Config
 from hiercomm.control import Control
 from hiercomm.eager import EagerOperation
-from hiercomm.errors import CommError, NotInitialized, UsageError
+from hiercomm.errors import CommError, ConfigError, NotInitialized, UsageError
 from hiercomm.links import Links, guarded
 from hiercomm.negotiate import Request, Waiting
 from hiercomm.progress import Pending, Progress, Task, drive
@@ -302,6 +302,7 @@ def init(comm: Any = None, process_sets: Any = None, **options: Any) -> None:
         if process_sets is not None:
             raise UsageError("process sets are not in this version of hiercomm yet: call init() without process_sets")
         config = Config.from_environment(**options)
+        _require_compression(config)
         with guarded(config.link_timeout):
             runtime = Runtime(config, connect.find_world(comm))
         _limit_threads(runtime)
@@ -309,6 +310,13 @@ def init(comm: Any = None, process_sets: Any = None, **options: Any) -> None:
         _current = runtime
     if config.placement and runtime.topology.rank == 0:
         print(f"hiercomm: {runtime.topology.describe()}", file=sys.stderr, flush=True)
+
+
+def _require_compression(config: Config) -> None:
+    try:
+        compress.parse(config.compression)
+    except ConfigError as error:
+        raise ConfigError(f"{configuration.variable('compression')}={config.compression}: {error}") from None
 
 
 def _limit_threads(runtime: Runtime) -> None:

@@ -5,6 +5,7 @@ runs this, where nothing is installed yet.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from pathlib import Path
 
 # -fno-trapping-math and -fno-math-errno change no value, and let more loops vectorise.
@@ -28,5 +29,12 @@ def digest() -> int:
 
 
 def compile_command(compiler: str, library: Path) -> list[str]:
-    """What makes the CPU library."""
-    return [compiler, *FLAGS, f"-DHIERCOMM_DIGEST={digest()}ull", str(root() / "cpu_twin.cpp"), "-o", str(library)]
+    """What makes the CPU library; the compiler as in CXX, with words of its own."""
+    return [
+        *shlex.split(compiler),
+        *FLAGS,
+        f"-DHIERCOMM_DIGEST={digest()}ull",
+        str(root() / "cpu_twin.cpp"),
+        "-o",
+        str(library),
+    ]

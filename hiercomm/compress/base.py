@@ -43,33 +43,37 @@ _MASK = (1 << 64) - 1
 
 @final
 class Sites:
-    """The sites of one bucket on one rank, made when first asked for."""
+    """The sites of one bucket on one rank, made when first asked for. `number` counts the bucket's exchanges: all ranks
+    count alike, whatever sites they have.
+    """
 
     def __init__(self, bucket: int, rank: int) -> None:
+        self.number = 0
         self._bucket = bucket
         self._rank = rank
         self._sites: dict[int, Site] = {}
 
     def at(self, place: int) -> Site:
         """The site of a place in the bucket."""
-        if place not in self._sites:
-            self._sites[place] = Site((self._bucket, place), self._rank)
-        return self._sites[place]
+        site = self._sites.setdefault(place, Site((self._bucket, place), self._rank))
+        site.number = self.number
+        return site
 
-    def state_dict(self) -> dict[int, dict[str, Any]]:
-        """What is remembered, by place."""
-        return {
-            place: {"number": site.number, "state": {name: t.clone() for name, t in site.state.items()}}
-            for place, site in self._sites.items()
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered: `number`, and `sites`, the tensors by place and name."""
+        sites = {place: {name: t.clone() for name, t in site.state.items()} for place, site in self._sites.items()}
+        return {"number": self.number, "sites": sites}
 
-    def load_state_dict(self, state: Mapping[int, Mapping[str, Any]], device: torch.device) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Take up `state_dict()`'s result."""
+        self.forget()
+        self.number = state["number"]
+        for place, tensors in state["sites"].items():
+            self.at(place).state = {name: t.detach().clone().to(device) for name, t in tensors.items()}
+
+    def forget(self) -> None:
+        """As at the beginning, but the number goes on."""
         self._sites = {}
-        for place, saved in state.items():
-            site = self.at(place)
-            site.number = saved["number"]
-            site.state = {name: t.detach().clone().to(device) for name, t in saved["state"].items()}
 
 
 class Compressor(ABC):
@@ -77,9 +81,9 @@ class Compressor(ABC):
 
     # Whether a sum of decoded payloads may be compressed again: then an exchange takes two phases, and the owner of
     # each piece sends the sum on. Else every payload goes to every node.
-    recompressible: ClassVar[bool]
+    recompressible: ClassVar[bool] = False
     # Whether training without error feedback is known not to converge.
-    needs_feedback: ClassVar[bool]
+    needs_feedback: ClassVar[bool] = False
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:

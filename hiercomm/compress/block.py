@@ -8,6 +8,7 @@ from 2^127 on decodes to NaN, so that it is noticed, and no other block does.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -45,17 +46,13 @@ def _decode(code: str, payload: Tensor, out: Tensor, accumulate: bool) -> None:
     native.dequantize(code, codes, scales, out, accumulate)
 
 
-class _Quantizer(FeedbackCompressor):
-    """Codes with a choice of rounding. `rounding`: "nearest", or "stochastic", which is unbiased and noisier."""
-
+class _BlockCode(FeedbackCompressor):
     recompressible: ClassVar[bool] = True
-    needs_feedback: ClassVar[bool] = False
     _code: ClassVar[str]
-    rounding: str
 
-    def __post_init__(self) -> None:
-        if self.rounding not in _ROUNDINGS:
-            raise ConfigError(f"rounding={self.rounding!r} cannot be used: {' or '.join(map(repr, _ROUNDINGS))} can")
+    @abstractmethod
+    def _seed(self, site: Site) -> int | None:
+        """What stochastic rounding depends on; None rounds to the nearest."""
 
     def nbytes(self, numel: int) -> int:
         """Bytes of a payload."""
@@ -72,6 +69,16 @@ class _Quantizer(FeedbackCompressor):
     def decompress(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
         """As Compressor says."""
         _decode(self._code, payload, out, accumulate)
+
+
+class _Quantizer(_BlockCode):
+    """With a choice of rounding: "nearest", or "stochastic", which is unbiased and noisier."""
+
+    rounding: str
+
+    def __post_init__(self) -> None:
+        if self.rounding not in _ROUNDINGS:
+            raise ConfigError(f"rounding={self.rounding!r} cannot be used: {' or '.join(map(repr, _ROUNDINGS))} can")
 
     def _seed(self, site: Site) -> int | None:
         return None if self.rounding == "nearest" else site.seed(site.rank)
@@ -106,24 +113,11 @@ class FP8(_Quantizer):
 
 @final
 @dataclass(frozen=True)
-class Sign(FeedbackCompressor):
+class Sign(_BlockCode):
     """1 bit a number: 31 times fewer bytes than float32. Only under ErrorFeedback."""
 
-    recompressible: ClassVar[bool] = True
     needs_feedback: ClassVar[bool] = True
+    _code: ClassVar[str] = "sign"
 
-    def nbytes(self, numel: int) -> int:
-        """Bytes of a payload."""
-        return _nbytes("sign", numel)
-
-    def compress(self, x: Tensor, payload: Tensor, site: Site) -> None:
-        """As Compressor says."""
-        _encode("sign", x, None, payload, None)
-
-    def compress_with_feedback(self, x: Tensor, residual: Tensor, payload: Tensor, site: Site) -> None:
-        """As FeedbackCompressor says."""
-        _encode("sign", x, residual, payload, None)
-
-    def decompress(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
-        """As Compressor says."""
-        _decode("sign", payload, out, accumulate)
+    def _seed(self, site: Site) -> int | None:
+        return None

@@ -14,7 +14,6 @@ from hiercomm.compress.base import Compressor, Site
 
 class _Cast(Compressor):
     recompressible: ClassVar[bool] = True
-    needs_feedback: ClassVar[bool] = False
     _code: ClassVar[str]
     _dtype: ClassVar[torch.dtype]
 

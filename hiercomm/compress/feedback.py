@@ -3,7 +3,8 @@ al., 2018; Karimireddy et al., 2019).
 
     v = x + e        send C(v)        e = v - decoded(C(v))
 
-so everything arrives, late. Where that is not finite (a poisoned block, an infinite value) e is 0.
+so everything that was compressed arrives, late: also gradients that are then thrown away, by zero_grad() or by a
+GradScaler that skips the step. Where v is not finite e is 0.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ErrorFeedback:
         """Compress x + residual, and keep what is left out in `site.state`."""
         residual = site.state.get(RESIDUAL)
         if residual is None:
-            residual = site.state[RESIDUAL] = torch.zeros_like(x)
+            residual = site.state[RESIDUAL] = torch.zeros_like(x)  # a name that compressors must leave alone
         if isinstance(self.inner, FeedbackCompressor):
             self.inner.compress_with_feedback(x, residual, payload, site)
             return

@@ -58,7 +58,6 @@ class PowerSGD:
         joint = _joined(right)
         yield joint
         for p, q, mine, m, basis, site in zip(left, right, own, matrices, bases, sites, strict=True):
-            site.number += 1
             if not bool(q.isfinite().all()):
                 site.state.clear()
                 m.fill_(torch.nan)

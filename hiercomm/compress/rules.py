@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -36,14 +36,24 @@ class PerLayer:
     rules: Mapping[str, Choice | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, choice in {"default": self.default, **self.rules}.items():
+        for where, choice in (("default", self.default), *self.rules.items()):
             if choice is not None:
-                require_choice(choice, name)
+                require_choice(choice, where)
         if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
             raise ConfigError(f"min_numel={self.min_numel!r} cannot be used: a number of elements, 0 or more")
 
+    def require_matches(self, names: Iterable[str]) -> None:
+        """Raise ConfigError where a rule is for none of these parameters."""
+        names = list(names)
+        for pattern in self.rules:
+            if not fnmatch.filter(names, pattern):
+                raise ConfigError(
+                    f"the rule {pattern!r} of PerLayer matches no parameter: they are {', '.join(names[:3])}, ... "
+                    "(names come by named_parameters=model.named_parameters())"
+                )
+
     def choose(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Choice | None:
-        """What the parameter's gradient goes through between nodes; None: it goes as it is."""
+        """What the parameter's gradient goes through between nodes; None: it goes as it is (float64 always does)."""
         if dtype not in _COMPRESSIBLE or 0 in shape:
             return None
         for pattern, choice in self.rules.items():

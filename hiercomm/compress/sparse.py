@@ -38,7 +38,6 @@ class TopK(FeedbackCompressor):
     """
 
     ratio: float = 0.01
-    recompressible: ClassVar[bool] = False
     needs_feedback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -59,6 +58,9 @@ class TopK(FeedbackCompressor):
     def compress_with_feedback(self, x: Tensor, residual: Tensor, payload: Tensor, site: Site) -> None:
         """As FeedbackCompressor says."""
         self._encode(x, residual, payload)
+        residual.nan_to_num_(
+            nan=0.0, posinf=0.0, neginf=0.0
+        )  # what was not chosen, too, or it would come for many steps
 
     def _encode(self, x: Tensor, residual: Tensor | None, payload: Tensor) -> None:
         body = wire.write_header(payload, "top_k", x.numel())

@@ -25,7 +25,6 @@ VERSION = 1
 _MAGIC = b"HC"
 _FORMAT = "<2sBBIQ"
 CODES = ("float32", "fp16", "bf16", "int8", "int4", "fp8", "sign", "top_k", "random_k")
-MAX_ELEMENTS = (1 << 32) - 1
 
 
 def write_header(payload: Tensor, code: str, numel: int, extra: int = 0) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hiercomm import compress
-from hiercomm.compress import ErrorFeedback, PerLayer
+from hiercomm.compress import ErrorFeedback, PerLayer, PowerSGD
 from hiercomm.errors import ConfigError
 
 
@@ -94,9 +94,12 @@ class Compression:
         return ErrorFeedback(compress.RandomK(ratio))
 
     @staticmethod
-    def powersgd(rank: int = 4) -> compress.PowerSGD:
+    def powersgd(rank: int = 4) -> PowerSGD:
         """Matrices as products of thin ones, of rank `rank`."""
-        return compress.PowerSGD(rank)
+        return PowerSGD(rank)
+
+
+_OWN = (compress.Compressor, ErrorFeedback, PowerSGD, PerLayer)
 
 
 def settle(given: Any, default: str) -> Any:
@@ -107,11 +110,25 @@ def settle(given: Any, default: str) -> Any:
     given = default if given is NoneCompressor else given
     if isinstance(given, str):
         return compress.parse(given) or NoneCompressor
-    if isinstance(given, (compress.Compressor, ErrorFeedback, compress.PowerSGD)):
+    if isinstance(given, PerLayer):
+        return given
+    if isinstance(given, (compress.Compressor, ErrorFeedback, PowerSGD)):
         return PerLayer(given)
-    if isinstance(given, PerLayer) or (hasattr(given, "compress") and hasattr(given, "decompress")):
+    if isinstance(given, type) and issubclass(given, _OWN):
+        raise ConfigError(f"compression={given.__name__} is a class: an object of it is needed, {given.__name__}(...)")
+    if hasattr(given, "compress") and hasattr(given, "decompress"):
         return given
     raise ConfigError(
         f"compression={given!r} cannot be used: hvd.Compression.none, .fp16, .int8, ..., a name like 'topk:0.01', "
         "a hiercomm.Compressor, or a class with compress and decompress can"
     )
+
+
+def require_cast(given: Any) -> Any:
+    """`given`, where it can be used on a tensor of the user's own. Raises ConfigError."""
+    if isinstance(given, _OWN) or (isinstance(given, type) and issubclass(given, _OWN)):
+        raise ConfigError(
+            f"compression={given!r} is for gradients in DistributedOptimizer: other tensors are reduced exactly, or "
+            "with hvd.Compression.fp16 or .bf16"
+        )
+    return given

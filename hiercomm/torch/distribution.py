@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any, final
 
 import torch
@@ -89,7 +89,7 @@ class _Part:
         if device.type == "cuda":
             devices.warn_of_sharing(device, context.topology.rank, context.all_gather_object)
         choices = [options.choose(n, s) for n, s in zip(names, specs, strict=True)]
-        groups = plan(specs, context.config.bucket_bytes, choices)
+        groups = plan(specs, context.config.bucket_bytes, [_kind(choice) for choice in choices])
         presence = presence_spec(len(specs))
         sizes = [(layout([specs[i] for i in g])[1], specs[g[0]].dtype) for g in groups]
         self.device, self._sizes = device, sizes
@@ -147,6 +147,11 @@ def _coding(choice: Choice, bucket: Bucket, rank: int) -> Coding:
     if isinstance(choice, PowerSGD):
         return FactoredCoding(choice, bucket, rank)
     return CompressorCoding(choice, bucket.index, rank)
+
+
+def _kind(choice: Choice | None) -> Hashable:
+    """Equal for gradients that may share a bucket; a user's compressor may have no hash."""
+    return choice if isinstance(choice, Hashable) else id(choice)
 
 
 class Options:
@@ -280,25 +285,36 @@ class Distribution:
         """What compressors remember on this rank; empty where nothing is compressed."""
         if not any(part.codings for part in self._parts):
             return {}
-        codings = [{index: coding.state_dict() for index, coding in part.codings.items()} for part in self._parts]
+        self._require_between_steps("state_dict")
+        codings = [{index: coding.sites.state_dict() for index, coding in part.codings.items()} for part in self._parts]
         return {**self._identity(), "codings": codings}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Take up `state_dict()`'s result, where it is this rank's own."""
-        if not state:
-            return
-        own = self._identity()
-        if {key: state.get(key) for key in own} != own:
-            if own["rank"] == 0:
-                print(
-                    "hiercomm: what compressors remembered was saved on another rank or placement, or with other "
-                    "layers or compressors, and is dropped: to resume exactly, save and load on every rank",
-                    file=sys.stderr,
-                )
-            return
-        for part, codings in zip(self._parts, state["codings"], strict=True):
-            for index, saved in codings.items():
-                part.codings[index].load_state_dict(saved, part.device)
+        """Take up `state_dict()`'s result, where it is this rank's own; else begin with nothing remembered."""
+        self._require_between_steps("load_state_dict")
+        own, saved = self._identity(), state or {}
+        differs = {key for key in own if saved.get(key) != own[key]}
+        if state and differs and own["rank"] == (1 if saved.get("rank") == 0 else 0):  # one rank for all
+            print(
+                f"hiercomm: what compressors remembered was saved with another {' and '.join(sorted(differs))}, and is "
+                "dropped: to resume exactly, save and load the optimizer's state on every rank",
+                file=sys.stderr,
+            )
+        codings = saved.get("codings") if not differs & {"nodes", "parts"} else None
+        for index, part in enumerate(self._parts):
+            for bucket, coding in part.codings.items():
+                if codings is None:
+                    coding.sites.forget()
+                    continue
+                found = codings[index][bucket]
+                # The count of exchanges is the same on all ranks; what is left out is not.
+                coding.sites.load_state_dict({**found, "sites": {}} if differs else found, part.device)
+
+    def _require_between_steps(self, what: str) -> None:
+        if self.has_fired and any(part.codings for part in self._parts):
+            raise UsageError(
+                f"{what}() between backward() and step(), while gradients are being compressed: after step()"
+            )
 
     def set_passes(self, passes: int) -> None:
         """Backward passes per step from now on."""

@@ -21,7 +21,7 @@ from hiercomm import reduction, runtime
 from hiercomm.errors import ConfigError, UsageError
 from hiercomm.negotiate import Request
 from hiercomm.progress import Pending
-from hiercomm.torch.compression import Compression
+from hiercomm.torch.compression import Compression, require_cast
 from hiercomm.torch.process_sets import ProcessSet, global_process_set, require_global
 
 
@@ -214,7 +214,7 @@ def allreduce(
     where they do not agree on shape, dtype or op.
     """
     require_global(process_set)
-    code, context = compression.compress(_require_dense(tensor, "allreduce"))
+    code, context = require_cast(compression).compress(_require_dense(tensor, "allreduce"))
     chosen = _choose_op(op, average)
     if code.requires_grad and torch.is_grad_enabled():
         reduced: Tensor = _AllReduce.apply(code, name, chosen, prescale_factor, postscale_factor)  # type: ignore

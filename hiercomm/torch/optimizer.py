@@ -139,13 +139,17 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise UsageError("the optimizer is a DistributedOptimizer already: wrap it once")
     require_passes(backward_passes_per_step)
     ops.reduction_name(op)
-    compression = settle(compression, context.config.compression)
+    # What the environment asks for applies where it can.
+    default = context.config.compression if op in (ops.Average, ops.Sum) else "none"
+    compression = settle(compression, default)
     if isinstance(compression, PerLayer) and op not in (ops.Average, ops.Sum):
         raise ConfigError(f"op={ops.reduction_name(op)} cannot be compressed between nodes: op=Average and op=Sum can")
     if gradient_predivide_factor != 1.0 and op != ops.Average:
         raise ConfigError("gradient_predivide_factor not supported with op != Average")
     _require_groups(groups if groups is not None else num_groups)
     names = _names(optimizer, named_parameters)
+    if isinstance(compression, PerLayer):
+        compression.require_matches(names.values())
     mode = modes.parse(context.config.mode) if mode is None else mode
     kind = type(optimizer)
     options = Options(kind.__name__, compression, backward_passes_per_step, op, sparse_as_dense)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hiercomm.coded import CompressorCoding, coded_chunk
+from hiercomm.coded import CompressorCoding
+from hiercomm.comm.base import Communicator
 from hiercomm.comm.loopback import Loopback
 from hiercomm.compress import BF16, FP8, Compressor, ErrorFeedback, Int4, Int8, RandomK, Sign, Site, TopK
 from hiercomm.errors import CommError, PeerLost
@@ -24,6 +25,12 @@ def values(rank: int, step: int, numel: int, dtype: torch.dtype = torch.float32)
     return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
 
 
+def exchange(coding: CompressorCoding, comm: Communicator, part: Tensor, begin: int, divisor: int) -> None:
+    coding.sites.number += 1  # as HierarchicalAllReduce.start
+    for task in coding.tasks(comm, part, begin, divisor):
+        drive(task(5))
+
+
 @pytest.mark.parametrize("choice", CHOICES, ids=repr)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("numel", [1, 15, 16, 513, 9000])
@@ -35,9 +42,9 @@ def test_replicas_hold_the_same_bits_and_nothing_is_lost(choice, ranks, numel):
         coding, found = CompressorCoding(choice, 0, rank), []
         for step in range(steps):
             chunk = values(rank, step, numel)
-            drive(coded_chunk(world.communicator(rank), chunk, 0, 1, coding, 5))
+            exchange(coding, world.communicator(rank), chunk, 0, 1)
             found.append(chunk)
-        return found, coding.state_dict()
+        return found, coding.sites.state_dict()
 
     results = world.run(body)
     for replicas in zip(*(found for found, _ in results), strict=True):
@@ -46,14 +53,14 @@ def test_replicas_hold_the_same_bits_and_nothing_is_lost(choice, ranks, numel):
         return
     kept = torch.zeros(numel)
     for _, state in results:
-        for begin, saved in state.items():
-            assert saved["number"] == steps
-            residual = saved["state"]["residual"]
+        assert state["number"] == steps
+        for begin, saved in state["sites"].items():
+            residual = saved["residual"]
             kept[begin : begin + residual.numel()] += residual
     given = sum(values(rank, step, numel) for rank in range(ranks) for step in range(steps))
     torch.testing.assert_close(sum(results[0][0]) + kept, given, rtol=1e-5, atol=1e-5)
     # One residual for each number: in two phases every rank has its piece of the sum and of the others its own part.
-    assert all(sum(s["state"]["residual"].numel() for s in state.values()) == numel for _, state in results)
+    assert all(sum(s["residual"].numel() for s in state["sites"].values()) == numel for _, state in results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -62,7 +69,7 @@ def test_means_and_halves(dtype):
 
     def body(rank: int) -> Tensor:
         chunk = values(rank, 0, 3000, dtype)
-        drive(coded_chunk(world.communicator(rank), chunk, 0, 3, CompressorCoding(Int8(), 0, rank), 5))
+        exchange(CompressorCoding(Int8(), 0, rank), world.communicator(rank), chunk, 0, 3)
         return chunk
 
     results = world.run(body)
@@ -79,11 +86,11 @@ def test_half_the_steps_saved_and_loaded_are_all_the_steps():
         found, coding = [], CompressorCoding(ErrorFeedback(Int4("stochastic")), 2, rank)
         for step in range(10):
             if step == cut:
-                state = coding.state_dict()
+                state = coding.sites.state_dict()
                 coding = CompressorCoding(ErrorFeedback(Int4("stochastic")), 2, rank)
-                coding.load_state_dict(state, torch.device("cpu"))
+                coding.sites.load_state_dict(state, torch.device("cpu"))
             chunk = values(rank, step, 5000)
-            drive(coded_chunk(world.communicator(rank), chunk, 512, 2, coding, 5))
+            exchange(coding, world.communicator(rank), chunk, 512, 2)
             found.append(chunk)
         return found
 
@@ -95,7 +102,6 @@ class _Scaled(Compressor):
     """What a user may write: with a parameter, and something of its own at every place."""
 
     recompressible = True
-    needs_feedback = False
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -120,13 +126,13 @@ def test_a_compressor_of_the_users_own(choice):
         coding = CompressorCoding(choice, 0, rank)
         for step in range(3):
             chunk = values(rank, step, 1000)
-            drive(coded_chunk(world.communicator(rank), chunk, 0, 1, coding, 5))
-        return chunk, coding.state_dict()
+            exchange(coding, world.communicator(rank), chunk, 0, 1)
+        return chunk, coding.sites.state_dict()
 
     (chunk, state), (other, _) = world.run(body)
     assert torch.equal(chunk, other)
     torch.testing.assert_close(chunk, values(0, 2, 1000) + values(1, 2, 1000), rtol=1e-2, atol=1e-2)
-    assert [saved["state"]["calls"].item() for saved in state.values()] == [3.0, 3.0]
+    assert [saved["calls"].item() for saved in state["sites"].values()] == [3.0, 3.0]
 
 
 def test_bytes_that_are_no_payload_are_an_error_that_names_the_sender():
@@ -135,7 +141,7 @@ def test_bytes_that_are_no_payload_are_an_error_that_names_the_sender():
     def body(rank: int) -> str:
         coding = CompressorCoding(Int8() if rank == 0 else FP8(), 0, rank)
         try:
-            drive(coded_chunk(world.communicator(rank), values(rank, 0, 1000), 0, 1, coding, 5))
+            exchange(coding, world.communicator(rank), values(rank, 0, 1000), 0, 1)
         except PeerLost:
             raise
         except CommError as error:

@@ -159,6 +159,16 @@ def test_what_is_not_finite_is_seen_and_stays_where_it_was(compressor, bad):
         assert bool(out[1024:].isfinite().all())
 
 
+@compressors
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_step_that_is_not_finite_anywhere_is_one_step(compressor, bad):
+    """A GradScaler that saw it again and again would halve its scale down to nothing."""
+    where, feedback = site(), ErrorFeedback(compressor)
+    assert not decoded(compressor, sent(feedback, torch.full((2000,), bad), where), 2000).isfinite().all()
+    where.number += 1
+    assert decoded(compressor, sent(feedback, torch.randn(2000), where), 2000).isfinite().all()
+
+
 def test_numbers_that_never_change_from_zero_stay_zero():
     for compressor in ALL:
         where, x = site(), torch.zeros(1000)
@@ -260,6 +270,12 @@ def test_what_does_not_converge_is_refused():
     for compressor in (Sign(), TopK(0.01), RandomK(0.01)):
         with pytest.raises(ConfigError, match="without error feedback: ErrorFeedback"):
             PerLayer(compressor)
+    with pytest.raises(ConfigError, match="without error feedback"):
+        PerLayer(Sign(), rules={"default": None})
+    with pytest.raises(
+        ConfigError, match=r"the rule 'embed\.\*' of PerLayer matches no parameter: they are 0.weight, 0.bias"
+    ):
+        PerLayer(Int8(), rules={"0.*": None, "embed.*": None}).require_matches(["0.weight", "0.bias"])
     with pytest.raises(ConfigError, match="min_numel=-1"):
         PerLayer(Int8(), min_numel=-1)
     with pytest.raises(ConfigError, match="it takes a compressor"):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import hiercomm
 from hiercomm import config
 from hiercomm.config import Config, options_table, parse_bytes, parse_rate, parse_seconds, variable
 from hiercomm.errors import ConfigError
@@ -246,3 +247,8 @@ def test_mpi_defaults_leave_the_users_choice(monkeypatch):
     config.set_mpi_defaults()
     assert os.environ[chosen] == "mine"
     assert all(os.environ[name] == config.MPI_DEFAULTS[name] for name in others)
+
+
+def test_a_compression_that_nobody_knows_is_named_at_init():
+    with pytest.raises(ConfigError, match="HIERCOMM_COMPRESSION=int9: unknown compression 'int9'"):
+        hiercomm.init(compression="int9")
