@@ -151,4 +151,4 @@ def test_the_commands_of_the_lab_in_the_readme(run: Run, tmp_path: Path) -> None
     folder = f"cd {ROOT}; export SBATCH_OUTPUT={tmp_path / 'output'}"
     ended = run("bash", "-ec", "\n".join([folder, *commands]))
     assert ended.status == 0, ended.output
-    assert "test accuracy" in (tmp_path / "output").read_text()
+    assert "test accuracy" in (tmp_path / "output").read_text(errors="replace")
