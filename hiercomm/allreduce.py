@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from hiercomm import reduction
-from hiercomm.comm.base import Communicator, Done, LocalBuffer, ReducingCommunicator, Work, pieces
+from hiercomm.comm.base import AllOf, Communicator, Done, LocalBuffer, ReducingCommunicator, Work, pieces
 from hiercomm.comm.staging import from_host, to_host, written
-from hiercomm.exchange import Coding, all_to_all
+from hiercomm.exchange import Chunk, Coding, all_to_all, cuts
 from hiercomm.progress import Pending, Progress, Task, Together
 from hiercomm.timing import Timing
 from hiercomm.topology import Topology
@@ -41,9 +41,9 @@ TAGS = LANES + 1
 _SMALL_BYTES = 16 << 10
 
 
-def chunks(comm: Communicator, flat: Tensor, piece_bytes: int) -> list[Tensor]:
-    """Views of `flat` that are reduced one by one, in pieces of exactly `piece_bytes` but in the last."""
-    return list(flat.split(max(1, comm.size * piece_bytes // flat.itemsize))) if flat.numel() else [flat]
+def chunk_cuts(comm: Communicator, flat: Tensor, piece_bytes: int) -> list[slice]:
+    """Parts of `flat` that are reduced one by one, in pieces of exactly `piece_bytes` but in the last."""
+    return cuts(flat.numel(), max(1, comm.size * piece_bytes // flat.itemsize))
 
 
 def reduce_scatter(comm: Communicator, flat: Tensor, op: str, divisor: int, tag: int) -> Task:
@@ -78,7 +78,7 @@ def two_phase(
     comm: Communicator, flat: Tensor, op: str, divisor: int, tag: int, piece_bytes: int = _USUAL_PIECE_BYTES
 ) -> Task:
     """Task: all-reduce of a flat CPU tensor, the same bits on every rank. Uses LANES tags from `tag` on."""
-    parts = chunks(comm, flat, piece_bytes)
+    parts = [flat[cut] for cut in chunk_cuts(comm, flat, piece_bytes)]
 
     def lane(index: int) -> Task:
         for part in parts[index::LANES]:
@@ -177,7 +177,7 @@ class HierarchicalAllReduce:
     ) -> None:
         self._tag = tag
         self._piece_bytes = piece_bytes
-        self._chunks = itertools.count()
+        self._turn = itertools.count()
         self._tasks = itertools.count()
         self._topology = topology
         self._local = local
@@ -192,52 +192,56 @@ class HierarchicalAllReduce:
         self, buffer: LocalBuffer, op: str, divisor: int, what: str, coding: Coding | None = None
     ) -> Exchange:  # fmt: skip
         """Begin; returns at once. `what` names it in errors; `coding` makes it fewer bytes between the nodes."""
-        local: Work
         local_divisor, cross_divisor = (divisor, 1) if self._local_divides else (1, divisor)
         if coding is not None:
             coding.sites.number += 1  # also on ranks that do not cross
         several = len(self._topology.nodes) > 1
         shared = several and self._topology.is_homogeneous and not (coding is not None and coding.takes_whole)
-        if self._local is None:
-            if local_divisor != 1:
-                reduction.combine([buffer.data], [buffer.data], op, local_divisor)
-            local = written(buffer.data)
-        elif shared:
-            local = self._local.reduce_scatter(buffer, op, local_divisor)
-        else:
-            local = self._local.all_reduce(buffer, op, local_divisor)
-        parts = _Countdown()
         crosses = several and self._cross is not None
+        chunks = list(self._chunks_of(buffer, op, cross_divisor, coding)) if crosses else []
+        ranges = [chunk.cut for chunk in chunks] if shared else [slice(None)]
+        ready = self._start_local(buffer, op, local_divisor, ranges, shared=shared)
+        parts = _Countdown()
         polled = self._local is not None and (crosses or self._local.needs_polling)
         if polled:
-            self._beside(parts.counted(self._timed(local)), what)
-        if crosses:
-            tasks = self._tasks_of(buffer, op, cross_divisor, coding)
-            self._cross_over(local, tasks, what, parts, is_small=buffer.data.nbytes <= _SMALL_BYTES)
+            self._beside(parts.counted(self._timed(ready[0])), what)
+        for chunk, local in zip(chunks, itertools.cycle(ready), strict=False):
+            # Behind those of earlier buffers, in lanes that turn by turn take one each.
+            lane = LANES if buffer.data.nbytes <= _SMALL_BYTES else next(self._turn) % LANES
+            task = parts.counted(self._crossing(buffer, local, chunk, self._tag + lane, shared=shared))
+            self._progress.submit(("lane", self._tag, lane), task, Pending(what))
         cross = self._beside(_wait(parts), what) if polled or crosses else None
-        return Exchange(buffer, local, cross, what, shared)
+        return Exchange(buffer, AllOf(ready), cross, what, shared)
 
-    def _cross_over(
-        self, local: Work, tasks: Iterator[Callable[[int], Task]], what: str, parts: _Countdown, *, is_small: bool
-    ) -> None:
-        """The chunks of a shard behind those of earlier ones, in lanes that turn by turn take one each."""
-        for task in tasks:
-            lane = LANES if is_small else next(self._chunks) % LANES
-            timed = parts.counted(self._after(local, task(self._tag + lane)))
-            self._progress.submit(("lane", self._tag, lane), timed, Pending(what))
+    def _start_local(
+        self, buffer: LocalBuffer, op: str, divisor: int, ranges: list[slice], *, shared: bool
+    ) -> list[Work]:  # fmt: skip
+        """The first level: a Work for each of `ranges` of this rank's shard where it is shared, else one."""
+        if self._local is None:
+            if divisor != 1:
+                reduction.combine([buffer.data], [buffer.data], op, divisor)
+            return [written(buffer.data)]
+        if shared:
+            return self._local.reduce_scatter(buffer, op, divisor, ranges)
+        return [self._local.all_reduce(buffer, op, divisor)]
 
-    def _tasks_of(
-        self, buffer: LocalBuffer, op: str, divisor: int, coding: Coding | None
-    ) -> Iterator[Callable[[int], Task]]:  # fmt: skip
-        """A task for each chunk of this rank's shard, made when its tag is known."""
+    def _chunks_of(self, buffer: LocalBuffer, op: str, divisor: int, coding: Coding | None) -> Iterator[Chunk]:
+        """This rank's shard, a chunk at a time."""
         assert self._cross is not None
         shard, cross = self._shard(buffer), self._cross
         if coding is None:
-            for chunk in chunks(cross, shard, self._piece_bytes):
-                yield functools.partial(_whole_chunk, cross, chunk, op, divisor)
+            for cut in chunk_cuts(cross, shard, self._piece_bytes):
+                yield Chunk(cut, functools.partial(_whole_chunk, cross, shard[cut], op, divisor))
             return
         part = buffer.data if coding.takes_whole else shard
-        yield from coding.tasks(cross, part, int(part.storage_offset() - buffer.data.storage_offset()), divisor)
+        yield from coding.chunks(cross, part, int(part.storage_offset() - buffer.data.storage_offset()), divisor)
+
+    def _crossing(self, buffer: LocalBuffer, local: Work, chunk: Chunk, tag: int, *, shared: bool) -> Task:
+        yield local
+        with self._timing.span("cross"):
+            yield from chunk.task(tag)
+            if shared and self._local is not None:
+                self._local.spread(buffer, chunk.cut)
 
     def _beside(self, task: Task, what: str) -> Pending:
         """A task that waits for no other."""
@@ -246,11 +250,6 @@ class HierarchicalAllReduce:
     def _timed(self, local: Work) -> Task:
         with self._timing.span("local"):
             yield local
-
-    def _after(self, local: Work, task: Task) -> Task:
-        yield local
-        with self._timing.span("cross"):
-            yield from task
 
     def _shard(self, buffer: LocalBuffer) -> Tensor:
         """What this rank carries between the nodes."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch
@@ -22,7 +22,7 @@ from hiercomm.comm.base import Communicator, pieces
 from hiercomm.comm.staging import from_host, on_stream, to_host, written
 from hiercomm.compress import Compressor, ErrorFeedback, Sites
 from hiercomm.errors import CommError, PayloadError
-from hiercomm.exchange import Coding, all_to_all
+from hiercomm.exchange import Chunk, Coding, all_to_all, cuts
 from hiercomm.progress import Task
 
 # Elements that are compressed at a time, multiples of the codes' blocks: the most whose payload is not too large, nor
@@ -46,11 +46,10 @@ class CompressorCoding(Coding):
         self.compressor: Compressor = choice.inner if isinstance(choice, ErrorFeedback) else choice
         self.sites = Sites(bucket, rank)
 
-    def tasks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Callable[[int], Task]]:
-        """A task for each chunk."""
-        for chunk in part.split(self.chunk_elements(comm.size)):
-            place = begin + int(chunk.storage_offset() - part.storage_offset())
-            yield functools.partial(coded_chunk, comm, chunk, place, divisor, self)
+    def chunks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Chunk]:
+        """As many elements at a time as travel well."""
+        for cut in cuts(part.numel(), self.chunk_elements(comm.size)):
+            yield Chunk(cut, functools.partial(coded_chunk, comm, part[cut], begin + cut.start, divisor, self))
 
     def describe(self) -> str:
         """As one would write it, without the address of an object that has no repr of its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,6 +16,14 @@ from hiercomm.progress import Task
 _ROUNDS_BYTES = 32 << 10
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """What crosses at a time: elements `cut` of a rank's part of a buffer; `task` is made with the tag to run on."""
+
+    cut: slice
+    task: Callable[[int], Task]
+
+
 class Coding(ABC):
     """How one bucket crosses the links between nodes in fewer bytes, with what is remembered from step to step."""
 
@@ -23,8 +32,8 @@ class Coding(ABC):
     sites: Sites
 
     @abstractmethod
-    def tasks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Callable[[int], Task]]:
-        """Tasks, given a tag each, after which `part` holds its mean over the nodes, the same bits on every rank.
+    def chunks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Chunk]:
+        """Afterwards `part` holds its mean over the nodes, the same bits on every rank.
 
         The part begins with element `begin` of the bucket.
         """
@@ -32,6 +41,11 @@ class Coding(ABC):
     @abstractmethod
     def describe(self) -> str:
         """As one would write it."""
+
+
+def cuts(numel: int, each: int) -> list[slice]:
+    """`numel` elements, `each` at a time; one empty cut where there are none."""
+    return [slice(begin, min(begin + each, numel)) for begin in range(0, max(numel, 1), each)]
 
 
 def all_to_all(comm: Communicator, out: Sequence[Tensor], buf: Sequence[Tensor], tag: int) -> Task:

@@ -7,7 +7,7 @@ the thin factors itself: ranks of a node send the same numbers, (n + m) r in pla
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import final
 
 import torch
@@ -19,7 +19,7 @@ from hiercomm.bucket import Bucket
 from hiercomm.comm.base import Communicator
 from hiercomm.comm.staging import from_host, on_stream, to_host, written
 from hiercomm.compress import PowerSGD, Sites
-from hiercomm.exchange import Coding
+from hiercomm.exchange import Chunk, Coding
 from hiercomm.progress import Task
 
 
@@ -40,9 +40,9 @@ class FactoredCoding(Coding):
         self._views = [view.data for view in bucket.views]
         self.sites = Sites(bucket.index, rank)
 
-    def tasks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Callable[[int], Task]]:
-        """One task for the bucket."""
-        yield functools.partial(self._reduce, comm, divisor)
+    def chunks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Chunk]:
+        """The bucket as one."""
+        yield Chunk(slice(None), functools.partial(self._reduce, comm, divisor))
 
     def _reduce(self, comm: Communicator, divisor: int, tag: int) -> Task:
         flat = self._views[0]

@@ -132,12 +132,21 @@ class ReducingCommunicator(ABC):
         """Zeroed flat buffers of (numel, dtype). Collective; on failure CommError on every rank of the group."""
 
     @abstractmethod
-    def reduce_scatter(self, buffer: LocalBuffer, op: str, divisor: int = 1) -> Work:
-        """Afterwards the own shard, `pieces(buffer.data, size)[rank]`, holds the reduction over the group."""
+    def reduce_scatter(
+        self, buffer: LocalBuffer, op: str, divisor: int = 1, cuts: Sequence[slice] = (slice(None),)
+    ) -> list[Work]:
+        """Afterwards the own shard, `pieces(buffer.data, size)[rank]`, holds the reduction over the group.
+
+        A Work for each of `cuts`, which together are the whole shard: each part may be had before the others.
+        """
 
     @abstractmethod
     def all_gather(self, buffer: LocalBuffer) -> Work:
         """Afterwards every rank's shard is in every rank's buffer. Follows `reduce_scatter`."""
+
+    @abstractmethod
+    def spread(self, buffer: LocalBuffer, cut: slice) -> None:
+        """This part of the own shard is final: what `all_gather` has to do with it may be done now, on any thread."""
 
     @abstractmethod
     def all_reduce(self, buffer: LocalBuffer, op: str, divisor: int = 1) -> Work:

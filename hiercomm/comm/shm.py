@@ -10,6 +10,7 @@ others and to `left` when it has written all that the others wait for. Both only
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import platform
@@ -57,6 +58,7 @@ class _Window(LocalBuffer):
         own = slice(*bounds(slots[0].numel(), len(slots), rank))
         self.shards = [slot[own] for slot in slots]  # this rank's shard of every slot
         self.step = 0
+        self.spread = 0  # elements of the own shard that the others have already
         self._rank = rank
         self._flags = flags  # int64; two lines a rank: operations arrived at, operations left
 
@@ -117,6 +119,27 @@ class _Operation(Work):
 
 
 @final
+class _Part(Work):
+    """Wait for arrivals, act; nobody else need know."""
+
+    def __init__(self, window: _Window, act: Callable[[], None], step: int, after: Sequence[int]) -> None:
+        self._window = window
+        self._act: Callable[[], None] | None = act
+        self._step = step
+        self._after = after
+
+    def is_completed(self) -> bool:
+        if self._act is not None and self._window.arrived(self._after, self._step):
+            self._act()
+            self._act = None
+        return self._act is None
+
+    def __str__(self) -> str:
+        late = [q for q in self._after if not self._window.arrived([q], self._step)]
+        return f"shared-memory operation {self._step}, waiting for local ranks {late}"
+
+
+@final
 class SharedMemory(ReducingCommunicator):
     """ReducingCommunicator over /dev/shm. `exchange` is called by `allocate` only."""
 
@@ -165,22 +188,36 @@ class SharedMemory(ReducingCommunicator):
             raise CommError(errors[0])
         return memory
 
-    def reduce_scatter(self, buffer: LocalBuffer, op: str, divisor: int = 1) -> Work:
+    def reduce_scatter(
+        self, buffer: LocalBuffer, op: str, divisor: int = 1, cuts: Sequence[slice] = (slice(None),)
+    ) -> list[Work]:
         window = self._own(buffer)
-        parts, own = window.shards, window.shards[self.rank]
+        if not window.data.numel():
+            return [Done() for _ in cuts]
+
+        def reduce(cut: slice) -> None:
+            reduction.combine([shard[cut] for shard in window.shards], [window.shards[self.rank][cut]], op, divisor)
+
+        step, window.spread = window.arrive(), 0
         # The own shard of a slot is read by nobody else, so nobody need be waited for afterwards.
-        return self._run(window, lambda: reduction.combine(parts, [own], op, divisor), self._all, ())
+        return [_Part(window, functools.partial(reduce, cut), step, self._all) for cut in cuts]
+
+    def spread(self, buffer: LocalBuffer, cut: slice) -> None:
+        # After reduce_scatter nobody but this rank reads or writes this shard of any slot.
+        window = self._own(buffer)
+        own = window.shards[self.rank][cut]
+        for q, shard in enumerate(window.shards):
+            if q != self.rank:
+                shard[cut].copy_(own)
+        window.spread += own.numel()
 
     def all_gather(self, buffer: LocalBuffer) -> Work:
         window = self._own(buffer)
-        parts, own = window.shards, window.shards[self.rank]
 
         def push() -> None:
-            for q, part in enumerate(parts):
-                if q != self.rank:
-                    part.copy_(own)
+            if window.spread < window.shards[self.rank].numel():
+                self.spread(window, slice(None))
 
-        # After reduce_scatter nobody but this rank reads or writes this shard of any slot.
         return self._run(window, push, (), self._all)
 
     def all_reduce(self, buffer: LocalBuffer, op: str, divisor: int = 1) -> Work:

@@ -60,9 +60,14 @@ class TorchDistributed(ReducingCommunicator):
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]], device: torch.device) -> list[LocalBuffer]:
         return [LocalBuffer(torch.zeros(numel, dtype=dtype, device=device)) for numel, dtype in specs]
 
-    def reduce_scatter(self, buffer: LocalBuffer, op: str, divisor: int = 1) -> Work:
+    def reduce_scatter(
+        self, buffer: LocalBuffer, op: str, divisor: int = 1, cuts: Sequence[slice] = (slice(None),)
+    ) -> list[Work]:
         # Gloo's reduce-scatter needs equal pieces; the whole sum holds the shard as well.
-        return self.all_reduce(buffer, op, divisor)
+        return [self.all_reduce(buffer, op, divisor)] * len(cuts)
+
+    def spread(self, buffer: LocalBuffer, cut: slice) -> None:
+        """Nothing is sent before all is there: collectives are called in the same order on every rank."""
 
     def all_gather(self, buffer: LocalBuffer) -> Work:
         if self._uses_gloo:

@@ -181,7 +181,9 @@ def test_plain_mpirun_needs_no_settings(tmp_path: Path) -> None:
     )
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     words = [str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
-    ended = subprocess.run([*words, sys.executable, str(script)], env=env, capture_output=True, text=True, errors="replace", timeout=120)
+    ended = subprocess.run(
+        [*words, sys.executable, str(script)], env=env, capture_output=True, text=True, errors="replace", timeout=120
+    )
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert ended.stdout.count(f"threads {threads} 2.0") == 2, ended.stdout + ended.stderr
 
@@ -194,7 +196,13 @@ ALONE = "import hiercomm.torch as hvd; hvd.init(); print(hvd.rank(), hvd.size(),
 def alone(**env: str) -> subprocess.CompletedProcess[str]:
     clean = {"HOME": os.environ.get("HOME", "/"), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-c", ALONE], env={**clean, **env}, capture_output=True, text=True, errors="replace", timeout=120, cwd="/"
+        [sys.executable, "-c", ALONE],
+        env={**clean, **env},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=120,
+        cwd="/",
     )
 
 

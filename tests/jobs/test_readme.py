@@ -44,7 +44,9 @@ def test_command(command: str, tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     if command.startswith("sed "):
-        run = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, errors="replace", timeout=60)
+        run = subprocess.run(
+            [sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, errors="replace", timeout=60
+        )
         assert run.stdout == "1\n", run.stderr
     elif "demo" in command or "--report" in command:
         for text in ("test accuracy", "samples/s", "share of time", "compute", "cross", "wait"):

@@ -27,8 +27,8 @@ def values(rank: int, step: int, numel: int, dtype: torch.dtype = torch.float32)
 
 def exchange(coding: CompressorCoding, comm: Communicator, part: Tensor, begin: int, divisor: int) -> None:
     coding.sites.number += 1  # as HierarchicalAllReduce.start
-    for task in coding.tasks(comm, part, begin, divisor):
-        drive(task(5))
+    for chunk in coding.chunks(comm, part, begin, divisor):
+        drive(chunk.task(5))
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=repr)

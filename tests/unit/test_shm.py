@@ -22,6 +22,7 @@ from hiercomm.comm.base import LocalBuffer, Work, pieces
 from hiercomm.comm.loopback import Loopback
 from hiercomm.comm.shm import SharedMemory
 from hiercomm.errors import CommError, CommTimeout
+from hiercomm.exchange import cuts
 
 WAIT_S = 20.0
 CPU = torch.device("cpu")
@@ -59,10 +60,25 @@ def check_one(level: SharedMemory, buffer: LocalBuffer, case: int, op: str, jitt
         work.wait(WAIT_S)
 
     data.copy_(values(level.rank, numel, dtype, case))
-    end(level.reduce_scatter(buffer, op, divisor))
-    assert torch.equal(pieces(data, ranks)[level.rank], pieces(right, ranks)[level.rank])
+    (whole,) = level.reduce_scatter(buffer, op, divisor)
+    end(whole)
+    shard, right_shard = pieces(data, ranks)[level.rank], pieces(right, ranks)[level.rank]
+    assert torch.equal(shard, right_shard)
     end(level.all_gather(buffer))
     assert torch.equal(data, right)
+
+    data.copy_(values(level.rank, numel, dtype, case))
+    parts = cuts(shard.numel(), -(-max(1, shard.numel()) // 3))
+    works = level.reduce_scatter(buffer, op, divisor, parts)
+    spread = jitter.sample(range(len(parts)), jitter.randint(0, len(parts)))  # some or all, as a hint
+    for i in jitter.sample(range(len(parts)), len(parts)):
+        end(works[i])
+        assert torch.equal(shard[parts[i]], right_shard[parts[i]])
+        if i in spread:
+            level.spread(buffer, parts[i])
+    end(level.all_gather(buffer))
+    assert torch.equal(data, right)
+
     data.copy_(values(level.rank, numel, dtype, case))
     end(level.all_reduce(buffer, op, divisor))
     assert torch.equal(data, right)
@@ -106,7 +122,7 @@ def test_several_buffers_in_flight():
         for step in range(30):
             for i, buffer in enumerate(buffers):
                 buffer.data.copy_(values(rank, 100 + i, torch.float32, step * count + i))
-            for operation in (lambda b: level.reduce_scatter(b, reduction.SUM), level.all_gather):
+            for operation in (lambda b: level.reduce_scatter(b, reduction.SUM)[0], level.all_gather):
                 works = [operation(buffer) for buffer in buffers]
                 while works:
                     order.shuffle(works)
