@@ -85,7 +85,8 @@ class Config:
     )
     compression: str = _option(
         "none", str, "How gradients cross the links between nodes where a script names no compression: `none`, `fp16`, "
-        "`bf16`, `fp8`, `int8`, `int4`, `sign`, `topk:0.01`, `randomk:0.01`, `powersgd:4`; with error feedback."
+        "`bf16`, `fp8`, `int8`, `int4`, `sign`, `topk:0.01`, `randomk:0.01`, `powersgd:4`, with error feedback; "
+        "`auto`: whichever is fastest of those that lose little, or none."
     )  # fmt: skip
     bucket_bytes: int = _option(
         25 * 2**20, parse_bytes, "Gradients are exchanged in flat buckets of at most about this size, like `25MB`."

@@ -60,6 +60,7 @@ class Runtime:
         self._world = world
         self._abort_code: int | None = None
         self._channels = itertools.count()
+        self.optimizers = itertools.count(1)  # that have been wrapped, for errors
         self._tags = itertools.count(step=TAGS)
         self._piece_bytes: int | None = None
         self._unnamed: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)

@@ -54,6 +54,11 @@ class Timing:
         finally:
             self.end(part)
 
+    def seconds(self, part: str) -> float:
+        """Seconds of `part` so far, in spans that have ended."""
+        with self._lock:
+            return self._seconds[part]
+
     def shares(self) -> dict[str, float]:
         """Share of the wall time from the first span to the last end, by part; `compute` is 1 - wait."""
         with self._lock:

@@ -221,7 +221,7 @@ def _eager(data: Tensor) -> Reduce:
 
 def _coding(name: str) -> CompressorCoding:
     layers = compress.parse(name)
-    if layers is None or not isinstance(layers.default, compress.ErrorFeedback):
+    if not isinstance(layers, compress.PerLayer) or not isinstance(layers.default, compress.ErrorFeedback):
         raise ConfigError(f"--compression {name} cannot be measured on a buffer: int8, sign, topk:0.01, ... can")
     return CompressorCoding(layers.default, 0, hvd.rank())
 

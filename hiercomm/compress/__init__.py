@@ -5,10 +5,10 @@ from hiercomm.compress.block import FP8, Int4, Int8, Sign
 from hiercomm.compress.dense import BF16, FP16, NoCompression
 from hiercomm.compress.feedback import ErrorFeedback
 from hiercomm.compress.low_rank import PowerSGD
-from hiercomm.compress.rules import Choice, PerLayer, parse, require_choice
+from hiercomm.compress.rules import Auto, Choice, PerLayer, parse
 from hiercomm.compress.sparse import RandomK, TopK
 
 __all__ = [
-    "BF16", "FP8", "FP16", "Choice", "Compressor", "ErrorFeedback", "FeedbackCompressor", "Int4", "Int8",
-    "NoCompression", "PerLayer", "PowerSGD", "RandomK", "Sign", "Site", "Sites", "TopK", "parse", "require_choice",
+    "BF16", "FP8", "FP16", "Auto", "Choice", "Compressor", "ErrorFeedback", "FeedbackCompressor", "Int4", "Int8",
+    "NoCompression", "PerLayer", "PowerSGD", "RandomK", "Sign", "Site", "Sites", "TopK", "parse",
 ]  # fmt: skip

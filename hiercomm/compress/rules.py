@@ -38,7 +38,7 @@ class PerLayer:
     def __post_init__(self) -> None:
         for where, choice in (("default", self.default), *self.rules.items()):
             if choice is not None:
-                require_choice(choice, where)
+                _require_choice(choice, where)
         if not (isinstance(self.min_numel, int) and self.min_numel >= 0):
             raise ConfigError(f"min_numel={self.min_numel!r} cannot be used: a number of elements, 0 or more")
 
@@ -62,7 +62,34 @@ class PerLayer:
         return self.default if len(shape) > 1 and torch.Size(shape).numel() >= self.min_numel else None
 
 
-def require_choice(choice: object, where: str) -> None:
+@final
+@dataclass(frozen=True)
+class Auto:
+    """The fastest of bf16, int8, int4, sign and top-k 1 % on the job's own links, or none where none pays.
+
+    `max_error` is what one step may leave out, as a share of the gradients' norm (error feedback adds it to the next).
+    Of normally distributed numbers bf16 leaves out 0.2 %, int8 0.7 %, int4 14 %, sign 60 %, top-k 96 %. `min_numel` as
+    in PerLayer.
+    """
+
+    min_numel: int = 1024
+    max_error: float = 0.05
+
+    def __post_init__(self) -> None:
+        PerLayer(None, self.min_numel)
+        if not (isinstance(self.max_error, (int, float)) and 0 < self.max_error <= 1):
+            raise ConfigError(f"max_error={self.max_error!r} cannot be used: a share of the norm, above 0, at most 1")
+
+    def rules(self, choice: Choice | None) -> PerLayer:
+        """What a choice means for a model."""
+        return PerLayer(choice, self.min_numel)
+
+
+def _auto(max_error: float = 0.05) -> Auto:
+    return Auto(max_error=max_error)
+
+
+def _require_choice(choice: object, where: str) -> None:
     """Raise ConfigError unless `choice` can compress gradients."""
     if isinstance(choice, (ErrorFeedback, PowerSGD)):
         return
@@ -72,16 +99,16 @@ def require_choice(choice: object, where: str) -> None:
         raise ConfigError(f"{choice!r} loses gradients without error feedback: ErrorFeedback({choice!r})")
 
 
-_NAMED: dict[str, Callable[..., Compressor | PowerSGD]] = {
-    "bf16": BF16, "fp16": FP16, "fp8": FP8, "int4": Int4, "int8": Int8, "powersgd": PowerSGD, "randomk": RandomK,
-    "sign": Sign, "topk": TopK,
+_NAMED: dict[str, Callable[..., Compressor | PowerSGD | Auto]] = {
+    "auto": _auto, "bf16": BF16, "fp16": FP16, "fp8": FP8, "int4": Int4, "int8": Int8, "powersgd": PowerSGD,
+    "randomk": RandomK, "sign": Sign, "topk": TopK,
 }  # fmt: skip
 
 
-def parse(text: str) -> PerLayer | None:
+def parse(text: str) -> PerLayer | Auto | None:
     """What `text` says: `none`, or a name, with its argument behind a colon: `topk:0.01`, `int8:stochastic`.
 
-    With error feedback. Raises ConfigError.
+    With error feedback. `auto` takes its max_error. Raises ConfigError.
     """
     name, colon, argument = text.strip().partition(":")
     if name == "none" and not colon:
@@ -98,4 +125,6 @@ def parse(text: str) -> PerLayer | None:
         found = _NAMED[name](*arguments)
     except TypeError:
         raise ConfigError(f"compression {name!r} takes no argument {argument!r}") from None
+    if isinstance(found, Auto):
+        return found
     return PerLayer(found if isinstance(found, PowerSGD) else ErrorFeedback(found))

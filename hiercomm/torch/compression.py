@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hiercomm import compress
-from hiercomm.compress import ErrorFeedback, PerLayer, PowerSGD
+from hiercomm.compress import Auto, ErrorFeedback, PerLayer, PowerSGD
 from hiercomm.errors import ConfigError
 
 
@@ -84,6 +84,11 @@ class Compression:
     sign = ErrorFeedback(compress.Sign())
 
     @staticmethod
+    def auto(min_numel: int = 1024, max_error: float = 0.05) -> Auto:
+        """What is fastest on the job's own links, measured at wrap, of what loses no more than `max_error`; or none."""
+        return Auto(min_numel, max_error)
+
+    @staticmethod
     def topk(ratio: float = 0.01) -> ErrorFeedback:
         """The part `ratio` of the numbers with the largest magnitudes."""
         return ErrorFeedback(compress.TopK(ratio))
@@ -99,18 +104,18 @@ class Compression:
         return PowerSGD(rank)
 
 
-_OWN = (compress.Compressor, ErrorFeedback, PowerSGD, PerLayer)
+_OWN = (compress.Compressor, ErrorFeedback, PowerSGD, PerLayer, Auto)
 
 
 def settle(given: Any, default: str) -> Any:
-    """A `compression=` argument as PerLayer, or as Horovod's kind of compressor; `default` where it is none.
+    """A `compression=` argument as PerLayer or Auto, or as Horovod's kind of compressor; `default` where it is none.
 
     Raises ConfigError where it is neither.
     """
     given = default if given is NoneCompressor else given
     if isinstance(given, str):
         return compress.parse(given) or NoneCompressor
-    if isinstance(given, PerLayer):
+    if isinstance(given, (PerLayer, Auto)):
         return given
     if isinstance(given, (compress.Compressor, ErrorFeedback, PowerSGD)):
         return PerLayer(given)
@@ -120,7 +125,7 @@ def settle(given: Any, default: str) -> Any:
         return given
     raise ConfigError(
         f"compression={given!r} cannot be used: hvd.Compression.none, .fp16, .int8, ..., a name like 'topk:0.01', "
-        "a hiercomm.Compressor, or a class with compress and decompress can"
+        "'auto', a hiercomm.Compressor, or a class with compress and decompress can"
     )
 
 

@@ -16,60 +16,18 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hiercomm import devices, native, runtime
-from hiercomm.allreduce import Exchange, HierarchicalAllReduce
 from hiercomm.bucket import Bucket, Spec, layout, plan
 from hiercomm.coded import CompressorCoding
-from hiercomm.compress import Choice, PerLayer, PowerSGD
+from hiercomm.compress import Auto, Choice, PerLayer, PowerSGD
 from hiercomm.errors import ConfigError, UsageError
 from hiercomm.exchange import Coding
 from hiercomm.factored import FactoredCoding
 from hiercomm.modes import Mode
 from hiercomm.modes.base import Context
 from hiercomm.reducer import PRESENCE_OP, Reducer, presence_spec
-from hiercomm.torch import ops
+from hiercomm.torch import auto, ops
 from hiercomm.torch.compression import NoneCompressor
-
-
-@final
-class _Exchanges:
-    """A mode's context: bucket exchanges of one set of parameters, counted so that ranks can be compared.
-
-    Every rank starts and later distributes the same exchanges in the same order; each is counted on a channel.
-    """
-
-    def __init__(
-        self, engine: HierarchicalAllReduce, buckets: int, owner: str, codings: dict[int, Coding]
-    ) -> None:  # fmt: skip
-        self._runtime = runtime.current()
-        self._engine = engine
-        self._codings = codings
-        self._starts = self._runtime.new_channel()
-        self._distributions = self._runtime.new_channel()
-        self._buckets = buckets
-        self._owner = owner
-        self._numbers: dict[int, int] = {}
-
-    def start(self, bucket: Bucket) -> Exchange:
-        self._numbers[id(bucket.buffer)] = number = self._runtime.count(self._starts)
-        # Steps count from 0, as people's loops do.
-        step, optimizer = (number - 1) // self._buckets, self._starts // 2 + 1
-        what = f"the exchange of bucket {bucket.index} in step {step} of {self._owner} (optimizer {optimizer})"
-        coding = self._codings.get(bucket.index)
-        if coding is not None:
-            bucket.clear_padding()
-        return self._engine.start(bucket.buffer, bucket.op, bucket.divisor, what, coding)
-
-    def finish(self, exchange: Exchange) -> None:
-        number = self._numbers[id(exchange.buffer)]
-        timing = self._runtime.timing
-        with timing.span("wait"):
-            for work in (exchange.cross, exchange.local):
-                if work is not None:
-                    self._runtime.wait_counted(work, self._starts, number, exchange.what)
-            number = self._runtime.count(self._distributions)
-            with timing.span("local"):
-                work = self._engine.distribute(exchange)
-                self._runtime.wait_counted(work, self._distributions, number, exchange.what)
+from hiercomm.torch.exchanges import Exchanges
 
 
 @final
@@ -88,7 +46,7 @@ class _Part:
         self._require_one_device(names, device)
         if device.type == "cuda":
             devices.warn_of_sharing(device, context.topology.rank, context.all_gather_object)
-        choices = [options.choose(n, s) for n, s in zip(names, specs, strict=True)]
+        choices = options.choices(names, specs, device)
         groups = plan(specs, context.config.bucket_bytes, [_kind(choice) for choice in choices])
         presence = presence_spec(len(specs))
         sizes = [(layout([specs[i] for i in g])[1], specs[g[0]].dtype) for g in groups]
@@ -108,7 +66,8 @@ class _Part:
         }
         if self.codings:
             native.backend(device)  # compiles what has to be compiled
-        exchanges = _Exchanges(context.all_reduce_engine(level), len(buckets) + 1, options.label, self.codings)
+        owner = f"{options.label} (optimizer {next(context.optimizers)})"
+        exchanges = Exchanges(context.all_reduce_engine(level), len(buckets) + 1, owner, self.codings)
         mode.attach(Context(exchanges.start, exchanges.finish))
         self.mode = mode
         self.reducer = Reducer(
@@ -159,22 +118,24 @@ class Options:
 
     def __init__(self, label: str, compression: Any, passes: int, op: int, sparse_as_dense: bool) -> None:
         self.label = label
-        self.compression = compression  # PerLayer, or Horovod's kind
+        self.compression = compression  # PerLayer, Auto until it is known what that is, or Horovod's kind
+        self.forecast: auto.Forecast | None = None
         self.passes = passes
         self.op = op
         self.sparse_as_dense = sparse_as_dense
 
     def wire_compression(self) -> Any:
         """None where gradients travel as they are."""
-        return None if self.compression is NoneCompressor or self._per_layer is not None else self.compression
+        own = self.compression is NoneCompressor or isinstance(self.compression, (PerLayer, Auto))
+        return None if own else self.compression
 
-    @property
-    def _per_layer(self) -> PerLayer | None:
-        return self.compression if isinstance(self.compression, PerLayer) else None
-
-    def choose(self, name: str, spec: Spec) -> Choice | None:
-        """What a gradient goes through between nodes."""
-        return None if self._per_layer is None else self._per_layer.choose(name, spec.shape, spec.dtype)
+    def choices(self, names: Sequence[str], specs: Sequence[Spec], device: torch.device) -> list[Choice | None]:
+        """What each gradient goes through between nodes. Collective over all ranks."""
+        if isinstance(self.compression, Auto):
+            self.compression, self.forecast = auto.resolve(self.compression, names, specs, device)
+        if not isinstance(self.compression, PerLayer):
+            return [None] * len(specs)
+        return [self.compression.choose(n, s.shape, s.dtype) for n, s in zip(names, specs, strict=True)]
 
     def spec(self, parameter: Tensor) -> Spec:
         """What this parameter's gradient looks like in its bucket."""
@@ -268,6 +229,8 @@ class Distribution:
             raise
         for part in self._parts:
             part.reducer.publish(discard=discard)
+        if self.options.forecast is not None:
+            self.options.forecast.step()
         self.synchronized = True
 
     @property

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hiercomm import modes, runtime
-from hiercomm.compress import PerLayer
+from hiercomm.compress import Auto, PerLayer
 from hiercomm.errors import ConfigError, UsageError
 from hiercomm.modes import Mode
 from hiercomm.torch import ops
@@ -119,8 +119,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         named_parameters: names for errors; parameters without one get one.
         compression: what gradients are cast to on the wire: `hvd.Compression.none`, `.fp16`, `.bf16` or a
             class with static `compress` and `decompress`. Or what they go through between nodes alone:
-            `hvd.Compression.int8`, `.topk(0.01)`, ..., a `hiercomm.Compressor`, a `hiercomm.PerLayer`; tensors of one
-            dimension or fewer than 1024 numbers then go as they are. Default: what HIERCOMM_COMPRESSION says.
+            `hvd.Compression.int8`, `.topk(0.01)`, ..., `.auto()`, a `hiercomm.Compressor`, a `hiercomm.PerLayer`;
+            tensors of one dimension or fewer than 1024 numbers then go as they are. Default: what
+            HIERCOMM_COMPRESSION says.
         backward_passes_per_step: gradients of so many backward passes are summed before the exchange.
         op: Average, Sum, Min, Max or Product.
         gradient_predivide_factor: Horovod's; the mean is divided before it is added, so it changes nothing.
@@ -142,7 +143,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     # What the environment asks for applies where it can.
     default = context.config.compression if op in (ops.Average, ops.Sum) else "none"
     compression = settle(compression, default)
-    if isinstance(compression, PerLayer) and op not in (ops.Average, ops.Sum):
+    if isinstance(compression, (PerLayer, Auto)) and op not in (ops.Average, ops.Sum):
         raise ConfigError(f"op={ops.reduction_name(op)} cannot be compressed between nodes: op=Average and op=Sum can")
     if gradient_predivide_factor != 1.0 and op != ops.Average:
         raise ConfigError("gradient_predivide_factor not supported with op != Average")

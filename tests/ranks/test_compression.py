@@ -166,6 +166,30 @@ def test_a_users_own_compressor() -> None:
     assert torch.allclose(weights(model), weights(plain), atol=2e-2)
 
 
+@pytest.mark.parametrize("max_error", [1e-6, 0.05, 1.0])
+def test_auto(max_error: float, capfd: pytest.CaptureFixture[str]) -> None:
+    """All ranks take the same, also for parameters that come later; rank 0 says what is expected, and what came."""
+    model, optimizer = make(hvd.Compression.auto(min_numel=64, max_error=max_error))
+    train(model, optimizer, range(11), part)
+    more = torch.nn.Linear(64, 32)
+    hvd.broadcast_parameters(more.state_dict(), root_rank=0)
+    optimizer.add_param_group({"params": list(more.parameters())})
+    train(model, optimizer, range(11, 13), part)
+    assert_identical(model)
+    chosen = {index: coding.describe() for p in optimizer._hiercomm._parts for index, coding in p.codings.items()}
+    assert len(set(hvd.allgather_object(str(chosen)))) == 1
+    crosses = hvd.size() > 1 and hvd.size() != hvd.local_size()
+    said = [line for line in capfd.readouterr().err.splitlines() if "compression=auto: " in line]
+    assert len(said) == (2 if crosses and hvd.rank() == 0 else 0), said
+    if said:
+        assert "MB of gradients should take" in said[0]
+        assert "exchanges between the nodes took" in said[1]
+        assert said[0].endswith("none it is") == (not chosen)
+        assert ("ms with" in said[0]) == (max_error > 1e-6)
+    if max_error == 1e-6:
+        assert not chosen
+
+
 def test_bad_arguments() -> None:
     for compression, complaint in (
         (hiercomm.Sign(), "without error feedback"), ("int9", "unknown compression 'int9'"), (3, "compression=3 "),

@@ -257,7 +257,7 @@ def test_names(text, expected):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("int9", "unknown compression 'int9'; known: none, bf16"), ("sign:3", "takes no argument '3'"),
+        ("int9", "unknown compression 'int9'; known: none, auto, bf16"), ("sign:3", "takes no argument '3'"),
         ("topk:2", "ratio=2"), ("topk:x", "ratio='x'"), ("int8:up", "rounding='up'"), ("none:1", "unknown"),
     ],
 )  # fmt: skip
