@@ -16,9 +16,11 @@ from torch import Tensor
 
 import hiercomm.exchange
 from hiercomm.allreduce import LANES, PIECE_BYTES, HierarchicalAllReduce, reduce_scatter, tree_broadcast, two_phase
+from hiercomm.coded import CompressorCoding
 from hiercomm.comm.base import pieces
 from hiercomm.comm.loopback import Loopback
 from hiercomm.comm.shm import SharedMemory
+from hiercomm.compress import ErrorFeedback, Int8, TopK
 from hiercomm.eager import Communicators, EagerOperation
 from hiercomm.errors import PeerLost
 from hiercomm.negotiate import Request
@@ -271,12 +273,13 @@ def run_engines(
     body: Callable[[int, HierarchicalAllReduce, list[Any]], Any],
     *,
     lost: int = -1,
+    max_delay_s: float = 0.002,
     buckets: Any = BUCKETS,
     piece_bytes: int = PIECE_BYTES[0],
 ) -> list[Any]:
     """`body(rank, engine, buffers)` on every rank; `lost` is dead between the nodes."""
     size = len(nodes)
-    cross_world = Loopback(size, max_delay_s=0.002, seed=7)
+    cross_world = Loopback(size, max_delay_s=max_delay_s, seed=7)
     meetings = {name: Meeting(nodes.count(name)) for name in nodes}
     if lost >= 0:
         cross_world.kill(lost)
@@ -324,6 +327,19 @@ def test_buckets_in_flight(nodes, piece_bytes):
     results = by_case(run_engines(nodes, body, piece_bytes=piece_bytes))
     for (step, (numel, dtype, op)), replicas in zip(itertools.product(range(rounds), BUCKETS), results, strict=True):
         assert_right(replicas, in_one_process([values(r, numel, dtype, step) for r in range(size)], op))
+
+
+@pytest.mark.parametrize("nodes", ["ab", "aabb"])
+@pytest.mark.parametrize("choice", [None, Int8(), ErrorFeedback(Int8()), ErrorFeedback(TopK(0.01))], ids=repr)
+def test_whoever_starts_an_exchange_goes_on_while_the_links_are_slow(nodes, choice):
+    def body(rank: int, engine: HierarchicalAllReduce, buffers: list[Any]) -> bool:
+        coding = None if choice is None else CompressorCoding(choice, 0, rank)
+        exchange = engine.start(buffers[0], SUM, 1, "x", coding)
+        under_way = not exchange.cross.has_ended()
+        finish(engine, exchange)
+        return under_way
+
+    assert all(run_engines(nodes, body, max_delay_s=1.0))
 
 
 def test_a_lost_node_is_an_error_of_the_exchange_and_not_a_hang():
