@@ -1,6 +1,6 @@
 """The exchange between nodes in fewer bytes: all-reduce of a chunk through a compressor.
 
-Where sums may be compressed again, in two phases, with N nodes and C the compressor:
+Where sums may be compressed again and there are N > 2 nodes, in two phases, with C the compressor:
     piece q of every node's chunk    C    to the node that owns it, which adds what is decoded to its own piece
     the owner's sum                  C    to all nodes; the owner, too, takes what is decoded
 else every node sends C(chunk) to all, and all add what is decoded in node order. Either way all replicas hold the
@@ -59,7 +59,11 @@ class CompressorCoding(Coding):
         """Elements that are exchanged at a time."""
         fitting = (n for n in _ELEMENTS if _travels_well(self.compressor.nbytes(n)))
         each = next(fitting, _ELEMENTS[-1])
-        return each * nodes if self.compressor.recompressible else each
+        return each * nodes if self.in_two_phases(nodes) else each
+
+    def in_two_phases(self, nodes: int) -> bool:
+        """Whether sums are compressed again. Between two nodes that would save no byte, and round twice."""
+        return self.compressor.recompressible and nodes > 2
 
     def compress(self, x: Tensor, begin: int) -> Tensor:
         """The payload of the piece that begins with element `begin` of the bucket."""
@@ -80,7 +84,7 @@ def coded_chunk(
     with on_stream(chunk):
         values = chunk.to(torch.float32)
         values = values.div(divisor) if divisor != 1 else values
-    if coding.compressor.recompressible:
+    if coding.in_two_phases(comm.size):
         yield from _two_phases(comm, values, begin, coding, tag)
     else:
         yield from _one_phase(comm, values, begin, coding, tag)

@@ -158,7 +158,7 @@ def test_pieces_are_messages_that_tcp_does_not_hold_back(choice):
     """See allreduce.PIECE_BYTES. What is cut must not depend on the link."""
     coding = CompressorCoding(choice, 0, 0)
     for nodes in (2, 3, 4, 8):
-        elements = coding.chunk_elements(nodes) // (nodes if coding.compressor.recompressible else 1)
+        elements = coding.chunk_elements(nodes) // (nodes if coding.in_two_phases(nodes) else 1)
         size = coding.compressor.nbytes(elements)
         assert size < 60_000 or 8_000 < size % 65_536 < 60_000, size
         assert elements % 512 == 0
