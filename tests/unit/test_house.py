@@ -236,7 +236,7 @@ def test_final_classes_have_no_subclasses():
 def test_names_of_hiercomm_are_frozen():
     assert hiercomm.__all__ == [
         "BF16", "BSP", "FP8", "FP16", "Compressor", "Config", "ErrorFeedback", "Int4", "Int8", "Mode",
-        "PerLayer", "PowerSGD", "RandomK", "Sign", "TopK", "init", "is_initialized", "shutdown",
+        "NoCompression", "PerLayer", "PowerSGD", "RandomK", "Sign", "TopK", "init", "is_initialized", "shutdown",
     ]  # fmt: skip
     assert all(hasattr(hiercomm, name) for name in hiercomm.__all__)
 
