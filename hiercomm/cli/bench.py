@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sizes", help="allreduce, kernels, local, overlap: sizes of the buffer, like 1MB,16MB")
     parser.add_argument("--dtypes", default="float32", help="allreduce: torch's names (default: %(default)s)")
     parser.add_argument("--rate", help="allreduce: what the links between the nodes carry, like 200mbit")
-    parser.add_argument("--compression", default="", help="allreduce: also these, like int8,topk:0.01")
+    parser.add_argument("--compression", default="", help="allreduce, train: also these, like int8,topk:0.01")
     parser.add_argument("--repeat", type=int, default=15, help="counted repetitions (default: %(default)s)")
     options = parser.parse_args(argv)
     rank, records = _BENCHMARKS[options.what](options)

@@ -64,6 +64,7 @@ class _Contestant:
     name: str
     digits: _Digits
     prepare: _Prepare
+    compression: str = "none"
     seconds: list[float] = field(default_factory=list)
     link_bytes: list[int] = field(default_factory=list)
 
@@ -101,7 +102,7 @@ class _Contestant:
             accuracy = (self.model(images).argmax(1) == labels).float().mean().item()
         nodes = runtime.current().topology.nodes
         return {
-            "op": "train", "peer": self.name, "dtype": "float32", "compression": "none", "nodes": len(nodes),
+            "op": "train", "peer": self.name, "dtype": "float32", "compression": self.compression, "nodes": len(nodes),
             "ranks_per_node": hvd.local_size(), "bytes": self.gradient_bytes, "seconds": median,
             "seconds_min": min(times), "samples_per_s": _BATCH * world.size / median,
             "exposed": max(0.0, 1 - compute_s / median), "steps": len(self.seconds),
@@ -122,7 +123,8 @@ def run(options: argparse.Namespace) -> tuple[int, list[Record]]:
     digits = _Digits(world.rank, world.size)
     peers.begin_torch_distributed(world)
     plain = _Contestant("no exchange", digits, lambda model, optimizer: (model, optimizer))
-    crowd = [_Contestant("BSP", digits, _bsp), _Contestant("DDP (Gloo)", digits, _ddp)]
+    crowd = [_Contestant("BSP", digits, _bsp("none")), _Contestant("DDP (Gloo)", digits, _ddp)]
+    crowd += [_Contestant(f"BSP {c}", digits, _bsp(c), c) for c in filter(None, options.compression.split(","))]
     turns = max(2, options.repeat // _TURN + 1)
     for _ in range(turns):
         for contestant in (plain, *crowd):
@@ -143,8 +145,11 @@ def run(options: argparse.Namespace) -> tuple[int, list[Record]]:
     return world.rank, records
 
 
-def _bsp(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> _Trained:
-    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters())
+def _bsp(compression: str) -> _Prepare:
+    def prepare(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> _Trained:
+        return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+
+    return prepare
 
 
 def _ddp(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> _Trained:
@@ -161,9 +166,9 @@ def _horovod(module: Any) -> _Prepare:
 def _print(records: list[Record]) -> None:
     first = records[0]
     print(f"{first['nodes']} nodes, {first['bytes'] / 1e6:.1f} MB of gradients a step, {first['steps']} steps each")
-    print(f"{'':>12} {'samples/s':>10} {'ms a step':>10} {'exposed':>8} {'MB sent a step':>15} {'accuracy':>9}")
+    print(f"{'':>13} {'samples/s':>10} {'ms a step':>10} {'exposed':>8} {'MB sent a step':>15} {'accuracy':>9}")
     for r in records:
         print(
-            f"{r['peer']:>12} {r['samples_per_s']:>10.1f} {r['seconds'] * 1e3:>10.1f} {r['exposed']:>8.1%} "
+            f"{r['peer']:>13} {r['samples_per_s']:>10.1f} {r['seconds'] * 1e3:>10.1f} {r['exposed']:>8.1%} "
             f"{r['link_bytes'] / 1e6:>15.2f} {r['accuracy']:>9.2%}"
         )

@@ -44,8 +44,11 @@ def test_allreduce_needs_two_nodes(start: Start) -> None:
 
 
 def test_train_gives_everybody_the_same_model(start: Start, tmp_path: Path) -> None:
-    found = records(start, 2, 1, tmp_path / "t.json", "train", "--repeat", "5")
+    found = records(start, 2, 1, tmp_path / "t.json", "train", "--repeat", "5", "--compression", "int8,topk:0.01")
     by_peer = {r["peer"]: r for r in found}
+    assert by_peer["BSP int8"]["compression"] == "int8"
+    assert by_peer["BSP int8"]["accuracy"] == pytest.approx(by_peer["BSP"]["accuracy"], abs=0.1)
+    assert by_peer["BSP topk:0.01"]["accuracy"] > by_peer["no exchange"]["accuracy"] - 0.2
     assert by_peer["BSP"]["accuracy"] == pytest.approx(by_peer["DDP (Gloo)"]["accuracy"], abs=0.01)
     assert by_peer["BSP"]["accuracy"] > by_peer["no exchange"]["accuracy"]
     for record in found:
