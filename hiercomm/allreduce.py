@@ -193,12 +193,12 @@ class HierarchicalAllReduce:
     ) -> Exchange:  # fmt: skip
         """Begin; returns at once. `what` names it in errors; `coding` makes it fewer bytes between the nodes."""
         local_divisor, cross_divisor = (divisor, 1) if self._local_divides else (1, divisor)
-        if coding is not None:
-            coding.sites.number += 1  # also on ranks that do not cross
         several = len(self._topology.nodes) > 1
         shared = several and self._topology.is_homogeneous and not (coding is not None and coding.takes_whole)
         crosses = several and self._cross is not None
         chunks = list(self._chunks_of(buffer, op, cross_divisor, coding)) if crosses else []
+        if coding is not None:
+            coding.sites.begin()  # also on ranks that do not cross
         ranges = [chunk.cut for chunk in chunks] if shared else [slice(None)]
         ready = self._start_local(buffer, op, local_divisor, ranges, shared=shared)
         parts = _Countdown()

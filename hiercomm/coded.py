@@ -18,9 +18,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hiercomm.comm.base import Communicator, pieces
+from hiercomm.comm.base import Communicator, bounds, pieces
 from hiercomm.comm.staging import from_host, on_stream, to_host, written
 from hiercomm.compress import Compressor, ErrorFeedback, Sites
+from hiercomm.compress.feedback import RESIDUAL
+from hiercomm.compress.merge import ELEMENTS
 from hiercomm.errors import CommError, PayloadError
 from hiercomm.exchange import Chunk, Coding, all_to_all, cuts
 from hiercomm.progress import Task
@@ -44,11 +46,13 @@ class CompressorCoding(Coding):
     def __init__(self, choice: Compressor | ErrorFeedback, bucket: int, rank: int) -> None:
         self.choice = choice
         self.compressor: Compressor = choice.inner if isinstance(choice, ErrorFeedback) else choice
+        self.keeps = ELEMENTS if isinstance(choice, ErrorFeedback) else ""
         self.sites = Sites(bucket, rank)
 
     def chunks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Chunk]:
         """As many elements at a time as travel well."""
         for cut in cuts(part.numel(), self.chunk_elements(comm.size)):
+            self._share_out(begin + cut.start, part[cut], comm.size)
             yield Chunk(cut, functools.partial(coded_chunk, comm, part[cut], begin + cut.start, divisor, self))
 
     def describe(self) -> str:
@@ -64,6 +68,17 @@ class CompressorCoding(Coding):
     def in_two_phases(self, nodes: int) -> bool:
         """Whether sums are compressed again. Between two nodes that would save no byte, and round twice."""
         return self.compressor.recompressible and nodes > 2
+
+    def _share_out(self, begin: int, chunk: Tensor, nodes: int) -> None:
+        """As many ranks as there are nodes compress each element: this one begins with its part of what is left out."""
+        if not self.sites.inherited:
+            return
+        whole = self.sites.inherited[0][RESIDUAL]
+        numel, parts = chunk.numel(), nodes if self.in_two_phases(nodes) else 1
+        for low, high in (bounds(numel, parts, q) for q in range(parts)):
+            if low < high:
+                left = whole[begin + low : begin + high].to(chunk.device, torch.float32)
+                self.sites.at(begin + low).state[RESIDUAL] = left / nodes
 
     def compress(self, x: Tensor, begin: int) -> Tensor:
         """The payload of the piece that begins with element `begin` of the bucket."""

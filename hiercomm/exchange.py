@@ -29,13 +29,15 @@ class Coding(ABC):
 
     # Whether every rank of a node takes part in the exchange of the whole bucket, in place of a shard.
     takes_whole: bool
+    # What of its sites can be summed for another world, as merge.py says.
+    keeps: str
     sites: Sites
 
     @abstractmethod
     def chunks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Chunk]:
         """Afterwards `part` holds its mean over the nodes, the same bits on every rank.
 
-        The part begins with element `begin` of the bucket.
+        The part begins with element `begin` of the bucket. What the sites inherited is shared out at once.
         """
 
     @abstractmethod

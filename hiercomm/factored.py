@@ -19,6 +19,8 @@ from hiercomm.bucket import Bucket
 from hiercomm.comm.base import Communicator
 from hiercomm.comm.staging import from_host, on_stream, to_host, written
 from hiercomm.compress import PowerSGD, Sites
+from hiercomm.compress.feedback import RESIDUAL
+from hiercomm.compress.merge import MATRICES
 from hiercomm.exchange import Chunk, Coding
 from hiercomm.progress import Task
 
@@ -33,6 +35,7 @@ class FactoredCoding(Coding):
     """A bucket of matrices (or tensors of more dimensions) through PowerSGD."""
 
     takes_whole = True
+    keeps = MATRICES
 
     def __init__(self, choice: PowerSGD, bucket: Bucket, rank: int) -> None:
         self._choice = choice
@@ -42,6 +45,10 @@ class FactoredCoding(Coding):
 
     def chunks(self, comm: Communicator, part: Tensor, begin: int, divisor: int) -> Iterator[Chunk]:
         """The bucket as one."""
+        for place, tensors in (self.sites.inherited or {}).items():
+            held = {name: t.to(part.device, copy=True) for name, t in tensors.items()}
+            held[RESIDUAL] /= comm.size  # a node's part of what is left out
+            self.sites.at(place).state = held
         yield Chunk(slice(None), functools.partial(self._reduce, comm, divisor))
 
     def _reduce(self, comm: Communicator, divisor: int, tag: int) -> Task:

@@ -44,11 +44,12 @@ _MASK = (1 << 64) - 1
 @final
 class Sites:
     """The sites of one bucket on one rank, made when first asked for. `number` counts the bucket's exchanges: all ranks
-    count alike, whatever sites they have.
+    count alike, whatever sites they have. `inherited` is the whole job's (see merge.py), until an exchange begins.
     """
 
     def __init__(self, bucket: int, rank: int) -> None:
         self.number = 0
+        self.inherited: Mapping[int, Mapping[str, Tensor]] | None = None
         self._bucket = bucket
         self._rank = rank
         self._sites: dict[int, Site] = {}
@@ -59,10 +60,18 @@ class Sites:
         site.number = self.number
         return site
 
+    def begin(self) -> None:
+        """An exchange begins, on all ranks; those that compress have shared out what they inherited."""
+        self.number += 1
+        self.inherited = None
+
     def state_dict(self) -> dict[str, Any]:
-        """What is remembered: `number`, and `sites`, the tensors by place and name."""
-        sites = {place: {name: t.clone() for name, t in site.state.items()} for place, site in self._sites.items()}
-        return {"number": self.number, "sites": sites}
+        """What is remembered: `number`, and `sites`, the tensors by place and name; `inherited` where it still is."""
+        sites = {place: _copy(site.state) for place, site in self._sites.items()}
+        found = {"number": self.number, "sites": sites}
+        if self.inherited is None:
+            return found
+        return {**found, "inherited": {place: _copy(tensors) for place, tensors in self.inherited.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Take up `state_dict()`'s result."""
@@ -70,10 +79,16 @@ class Sites:
         self.number = state["number"]
         for place, tensors in state["sites"].items():
             self.at(place).state = {name: t.detach().clone().to(device) for name, t in tensors.items()}
+        self.inherited = state.get("inherited")  # nobody writes to it
 
     def forget(self) -> None:
         """As at the beginning, but the number goes on."""
         self._sites = {}
+        self.inherited = None
+
+
+def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.clone() for name, t in tensors.items()}
 
 
 class Compressor(ABC):

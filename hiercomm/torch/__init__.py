@@ -24,6 +24,7 @@ from hiercomm.torch.basics import (
     size,
     topology,
 )
+from hiercomm.torch.checkpoint import merge_optimizer_states
 from hiercomm.torch.compression import Compression
 from hiercomm.torch.functions import (
     allgather_object,
@@ -66,6 +67,7 @@ __all__ = [
     "allreduce_async", "allreduce_async_", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
     "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "ccl_built", "cross_rank", "cross_size",
     "cuda_built", "ddl_built", "device", "elastic", "global_process_set", "gloo_built", "gloo_enabled", "init",
-    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
-    "mpi_threads_supported", "nccl_built", "poll", "rank", "rocm_built", "shutdown", "size", "synchronize", "topology",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "merge_optimizer_states", "mpi_built",
+    "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank", "rocm_built", "shutdown", "size",
+    "synchronize", "topology",
 ]  # fmt: skip

@@ -6,7 +6,6 @@ Parameters that were planned together are a part: all at wrap, and any that are 
 from __future__ import annotations
 
 import re
-import sys
 import weakref
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any, final
@@ -25,7 +24,7 @@ from hiercomm.factored import FactoredCoding
 from hiercomm.modes import Mode
 from hiercomm.modes.base import Context
 from hiercomm.reducer import PRESENCE_OP, Reducer, presence_spec
-from hiercomm.torch import auto, ops
+from hiercomm.torch import auto, checkpoint, ops
 from hiercomm.torch.compression import NoneCompressor
 from hiercomm.torch.exchanges import Exchanges
 
@@ -94,7 +93,7 @@ class _Part:
 
     def identity(self) -> dict[int, Any]:
         """What a saved coding must have in common with this one's."""
-        return {index: (coding.describe(), self._sizes[index]) for index, coding in self.codings.items()}
+        return {index: (coding.describe(), coding.keeps, self._sizes[index]) for index, coding in self.codings.items()}
 
     def exchange(self, *, discard: bool) -> None:
         """See the exchange of this part's gradients through."""
@@ -253,25 +252,9 @@ class Distribution:
         return {**self._identity(), "codings": codings}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Take up `state_dict()`'s result, where it is this rank's own; else begin with nothing remembered."""
+        """Take up `state_dict()`'s result where it is this rank's own, or merged; else begin with nothing."""
         self._require_between_steps("load_state_dict")
-        own, saved = self._identity(), state or {}
-        differs = {key for key in own if saved.get(key) != own[key]}
-        if state and differs and own["rank"] == (1 if saved.get("rank") == 0 else 0):  # one rank for all
-            print(
-                f"hiercomm: what compressors remembered was saved with another {' and '.join(sorted(differs))}, and is "
-                "dropped: to resume exactly, save and load the optimizer's state on every rank",
-                file=sys.stderr,
-            )
-        codings = saved.get("codings") if not differs & {"nodes", "parts"} else None
-        for index, part in enumerate(self._parts):
-            for bucket, coding in part.codings.items():
-                if codings is None:
-                    coding.sites.forget()
-                    continue
-                found = codings[index][bucket]
-                # The count of exchanges is the same on all ranks; what is left out is not.
-                coding.sites.load_state_dict({**found, "sites": {}} if differs else found, part.device)
+        checkpoint.load(self._identity(), state or {}, [(part.codings, part.device) for part in self._parts])
 
     def _require_between_steps(self, what: str) -> None:
         if self.has_fired and any(part.codings for part in self._parts):

@@ -60,7 +60,9 @@ class _Distributed(torch.optim.Optimizer):
         return {**state, "hiercomm": own} if own else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's own; what compressors remember is used on the rank that saved it, else dropped."""
+        """As the optimizer's own; what compressors remember is used on the rank that saved it, or where it was merged
+        (`hvd.merge_optimizer_states`), else dropped with a word.
+        """
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "hiercomm"})
         self._hiercomm.load_state_dict(state_dict.get("hiercomm"))
 

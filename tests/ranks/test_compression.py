@@ -94,6 +94,70 @@ def test_one_ranks_checkpoint_on_all_ranks(last: bool, compression: Any, capfd: 
         assert hvd.allgather_object(numbers) == [[4] * len(numbers)] * hvd.size()
 
 
+def left_out(optimizer: Any) -> dict[tuple[int, int, int], Tensor]:
+    """What all ranks have yet to bring: of each bucket (place -1), or of each matrix."""
+    total: dict[tuple[int, int, int], Tensor] = {}
+    own = optimizer.state_dict().get("hiercomm", {"codings": [], "nodes": ()})
+    for rank, codings in enumerate(hvd.allgather_object(own["codings"])):
+        for p, buckets in enumerate(codings):
+            for bucket, coding in buckets.items():
+                _, keeps, (numel, _) = own["parts"][p][bucket]
+                for place, state in coding["sites"].items():
+                    residual = state.get("residual")
+                    if keeps == "elements":
+                        found = total.setdefault((p, bucket, -1), torch.zeros(numel, dtype=torch.float64))
+                        found[place : place + residual.numel()] += residual
+                    elif keeps == "matrices" and any(rank == node[0] for node in own["nodes"]):
+                        total.setdefault((p, bucket, place), torch.zeros_like(residual).double()).add_(residual)
+    return total
+
+
+@pytest.mark.parametrize("name", list(CHOICES))
+def test_merged_and_loaded_on_all_ranks_keeps_what_is_left_out(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where gradients are zeros it comes, and nothing else. Until then one rank's checkpoint has it all."""
+    model, optimizer = make(CHOICES[name])
+    train(model, optimizer, range(3), part)
+    before = left_out(optimizer)
+    fresh, second = make(CHOICES[name])
+    second.load_state_dict(hvd.merge_optimizer_states(hvd.allgather_object(optimizer.state_dict())[::-1]))
+    again = hvd.broadcast_object(second.state_dict(), root_rank=hvd.size() - 1)
+    merged = hvd.merge_optimizer_states(hvd.allgather_object(second.state_dict()))
+    assert str(merged.get("hiercomm", {}).get("codings")) == str(again.get("hiercomm", {}).get("codings"))
+    second.load_state_dict(again)
+    assert bool(before) == (name not in ("int8 alone", "bf16") and len(second._hiercomm._runtime.topology.nodes) > 1)
+    (0.0 * torch.stack([p.sum() for p in fresh.parameters()]).sum()).backward()
+    second.synchronize()
+    arrived = {(i, b.index): b for i, p in enumerate(second._hiercomm._parts) for b in p.reducer._buckets}
+    second.step()
+    for (i, bucket, place), rest in left_out(second).items():
+        came = arrived[i, bucket].flat if place < 0 else arrived[i, bucket].views[place].reshape(rest.shape)
+        wanted = before.pop((i, bucket, place))
+        assert wanted.any()
+        assert float((came + rest - wanted).abs().max()) <= 1e-6 * float(wanted.abs().max())
+    assert not before
+    train(fresh, second, range(3, 5), part)
+    assert_identical(fresh)
+    assert "dropped" not in capfd.readouterr().err
+
+
+def test_a_merged_checkpoint_says_what_it_cannot_keep(capfd: pytest.CaptureFixture[str]) -> None:
+    _, optimizer = made = make(Doubled(4.0))
+    train(*made, range(2), part)
+    states = hvd.allgather_object(optimizer.state_dict())
+    several = "hiercomm" in states[0]
+    for compression, said in (
+        (Doubled(4.0), "'steps', which compressors kept beside"),
+        (hvd.Compression.int8, "another compression, model or bucket size, and is dropped"),
+    ):
+        _, second = make(compression)
+        second.load_state_dict(hvd.merge_optimizer_states(states))
+        err = capfd.readouterr().err
+        assert hvd.allgather_object(said in err) == [several and rank == 0 for rank in range(hvd.size())]
+    if several:
+        with pytest.raises(ConfigError, match="the state of rank 0 is missing"):
+            hvd.merge_optimizer_states(states[1:])
+
+
 def test_a_checkpoint_without_residuals_begins_without_any() -> None:
     model, optimizer = make(hvd.Compression.sign)
     fresh = copy.deepcopy({k: v for k, v in optimizer.state_dict().items() if k != "hiercomm"})

@@ -26,8 +26,9 @@ def values(rank: int, step: int, numel: int, dtype: torch.dtype = torch.float32)
 
 
 def exchange(coding: CompressorCoding, comm: Communicator, part: Tensor, begin: int, divisor: int) -> None:
-    coding.sites.number += 1  # as HierarchicalAllReduce.start
-    for chunk in coding.chunks(comm, part, begin, divisor):
+    chunks = list(coding.chunks(comm, part, begin, divisor))
+    coding.sites.begin()  # as HierarchicalAllReduce.start
+    for chunk in chunks:
         drive(chunk.task(5))
 
 

@@ -249,8 +249,8 @@ def test_names_of_hiercomm_torch_are_frozen():
         "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
         "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "device", "elastic",
         "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
-        "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
-        "rocm_built", "shutdown", "size", "synchronize", "topology",
+        "local_size", "merge_optimizer_states", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
+        "poll", "rank", "rocm_built", "shutdown", "size", "synchronize", "topology",
     ]  # fmt: skip
     assert all(hasattr(hiercomm.torch, name) for name in hiercomm.torch.__all__)
 
