@@ -60,7 +60,9 @@ def load(
     # Merged, and not used since: then it is the whole job's, whoever has saved it.
     whole = all("inherited" in coding for part in saved.get("codings", ()) for coding in part.values())
     dropped = "parts" in differs or ("nodes" in differs and not whole)
-    if saved and own["rank"] == (1 if saved.get("rank") == 0 else 0):  # one rank for all
+    # One rank for all, which must not be the one that has saved it where nothing else differs.
+    speaker = 1 if differs == {"rank"} and saved.get("rank") == 0 else 0
+    if saved and own["rank"] == speaker:
         _say_what_is_dropped(own, saved, differs if dropped or not whole else set())
     for index, (codings, device) in enumerate(parts):
         for bucket, coding in codings.items():

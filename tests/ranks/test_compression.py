@@ -140,6 +140,22 @@ def test_merged_and_loaded_on_all_ranks_keeps_what_is_left_out(name: str, capfd:
     assert "dropped" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_checkpoint_of_another_placement_is_dropped_with_a_word(own: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    made = make(hvd.Compression.int8)
+    train(*made, range(2), part)
+    state = made[1].state_dict()
+    if not own:
+        state = hvd.broadcast_object(state, root_rank=0)
+    if "hiercomm" in state:
+        state["hiercomm"]["nodes"] = ((0, 1, 2, 3, 4), (5,))
+    _, second = make(hvd.Compression.int8)
+    second.load_state_dict(state)
+    said = "number or placement of ranks" in (err := capfd.readouterr().err) and "hvd.merge_optimizer_states()" in err
+    assert sum(hvd.allgather_object(said)) == ("hiercomm" in state)
+    assert not left_out(second)
+
+
 def test_a_merged_checkpoint_says_what_it_cannot_keep(capfd: pytest.CaptureFixture[str]) -> None:
     _, optimizer = made = make(Doubled(4.0))
     train(*made, range(2), part)
