@@ -131,7 +131,9 @@ class Options:
     def choices(self, names: Sequence[str], specs: Sequence[Spec], device: torch.device) -> list[Choice | None]:
         """What each gradient goes through between nodes. Collective over all ranks."""
         if isinstance(self.compression, Auto):
-            self.compression, self.forecast = auto.resolve(self.compression, names, specs, device)
+            found, self.forecast = auto.resolve(self.compression, names, specs, device)
+            # Where there was nothing to measure, parameters that come later may have something.
+            self.compression = self.compression if self.forecast is None else found
         if not isinstance(self.compression, PerLayer):
             return [None] * len(specs)
         return [self.compression.choose(n, s.shape, s.dtype) for n, s in zip(names, specs, strict=True)]

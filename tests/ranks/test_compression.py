@@ -270,6 +270,19 @@ def test_auto(max_error: float, capfd: pytest.CaptureFixture[str]) -> None:
         assert not chosen
 
 
+def test_auto_waits_for_parameters_that_can_be_compressed() -> None:
+    first, later = torch.nn.Parameter(torch.zeros(7)), torch.nn.Linear(64, 32)
+    hvd.broadcast_parameters(later.state_dict(), root_rank=0)
+    optimizer = torch.optim.SGD([first], lr=0.01)
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.auto())
+    assert optimizer._hiercomm.options.forecast is None
+    optimizer.add_param_group({"params": list(later.parameters())})
+    (first.sum() + later(torch.ones(1, 64)).sum()).backward()
+    optimizer.step()
+    crosses = hvd.size() > 1 and hvd.size() != hvd.local_size()
+    assert (optimizer._hiercomm.options.forecast is not None) == crosses
+
+
 def test_bad_arguments() -> None:
     for compression, complaint in (
         (hiercomm.Sign(), "without error feedback"), ("int9", "unknown compression 'int9'"), (3, "compression=3 "),
