@@ -24,10 +24,11 @@ if TYPE_CHECKING:
         TopK,
     )
     from hiercomm.config import Config
-    from hiercomm.modes import BSP, Mode
+    from hiercomm.modes import ASSGD, BSP, Mode
     from hiercomm.runtime import init, is_initialized, shutdown
 
 __all__ = [
+    "ASSGD",
     "BF16",
     "BSP",
     "FP8",
@@ -50,6 +51,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ASSGD": "modes",
     "BF16": "compress",
     "BSP": "modes",
     "Compressor": "compress",

@@ -87,6 +87,12 @@ class CompressorCoding(Coding):
         self.choice.compress(x, payload, site)
         return payload
 
+    def take_residuals(self) -> list[tuple[int, Tensor]]:
+        """What error feedback has kept back: pieces with the elements of the bucket where they begin; then it is 0."""
+        found = [(begin, site.state[RESIDUAL]) for begin, site in self.sites.items() if RESIDUAL in site.state]
+        self.sites.forget()
+        return found
+
 
 def coded_chunk(
     comm: Communicator, chunk: Tensor, begin: int, divisor: int, coding: CompressorCoding, tag: int
@@ -119,45 +125,46 @@ def _two_phases(comm: Communicator, values: Tensor, begin: int, coding: Compress
             if q != me and part.numel():
                 sent[q] = coding.compress(part, begins[q])
     size = coding.compressor.nbytes(own.numel()) if own.numel() else 0
-    received = yield from _exchange(comm, sent, [size] * comm.size, tag)
+    received = yield from all_to_all_payloads(comm, sent, [size] * comm.size, tag)
     with on_stream(values):
         for q in range(comm.size):
             if q != me and own.numel():
-                _decode(coding, received[q], own, True, q)
+                decode(coding, received[q], own, True, q)
         total = _nothing(values)
         if own.numel():
             total = coding.compress(own, begins[me])
-            _decode(coding, total, own, False, me)
+            decode(coding, total, own, False, me)
     sizes = [coding.compressor.nbytes(part.numel()) if part.numel() else 0 for part in parts]
-    received = yield from _exchange(comm, [total] * comm.size, sizes, tag)
+    received = yield from all_to_all_payloads(comm, [total] * comm.size, sizes, tag)
     with on_stream(values):
         for q, part in enumerate(parts):
             if q != me and part.numel():
-                _decode(coding, received[q], part, False, q)
+                decode(coding, received[q], part, False, q)
 
 
 def _one_phase(comm: Communicator, values: Tensor, begin: int, coding: CompressorCoding, tag: int) -> Task:
     with on_stream(values):
         payload = coding.compress(values, begin)
-    received = yield from _exchange(comm, [payload] * comm.size, [payload.numel()] * comm.size, tag)
+    received = yield from all_to_all_payloads(comm, [payload] * comm.size, [payload.numel()] * comm.size, tag)
     received[comm.rank] = payload
     with on_stream(values):
         for q, each in enumerate(received):
-            _decode(coding, each, values, q > 0, q)
+            decode(coding, each, values, q > 0, q)
 
 
 def _nothing(like: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=like.device)
 
 
-def _decode(coding: CompressorCoding, payload: Tensor, out: Tensor, accumulate: bool, source: int) -> None:
+def decode(coding: CompressorCoding, payload: Tensor, out: Tensor, accumulate: bool, source: int) -> None:
+    """Write or add what a payload from rank `source` stands for. Raises CommError naming it where it is none."""
     try:
         coding.compressor.decompress(payload, out, accumulate)
     except PayloadError as error:
         raise CommError(f"what rank {source} of the group sent cannot be decoded: {error}") from error
 
 
-def _exchange(comm: Communicator, sent: list[Tensor], sizes: list[int], tag: int) -> Any:
+def all_to_all_payloads(comm: Communicator, sent: list[Tensor], sizes: list[int], tag: int) -> Any:
     """Task: `sent[q]` goes to rank q; returns what has come from each, on the device of what was sent."""
     hosts: dict[int, Tensor] = {}
     for each in sent:

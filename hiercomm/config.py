@@ -73,7 +73,12 @@ class Config:
     Raises ConfigError where a value is out of range.
     """
 
-    mode: str = _option("bsp", str, "Training mode of optimizers wrapped without `mode=`; only `bsp` so far.")
+    mode: str = _option(
+        "bsp",
+        str,
+        "Training mode of optimizers wrapped without `mode=`: `bsp`, or `as_sgd` with its options, such as "
+        "`as_sgd:max_age=8,compression=int8`.",
+    )
     node: str | None = _option(
         None, str, "Name of this process's node, in place of what MPI finds: splits one host into nodes.", per_rank=True
     )

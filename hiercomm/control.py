@@ -157,6 +157,11 @@ class Control:
         self._send("leave", dict(self._started))
         self._ended.wait()
 
+    def awaits_others(self) -> bool:
+        """Whether a thread of this rank waits for an operation that, as far as is known, not all have submitted."""
+        with self._lock:
+            return any(waiting.key in self._operations for _, waiting in self._waiting.values())
+
     # ---- called by the progress thread ------------------------------------------------------------
 
     def poll(self) -> bool:
@@ -340,10 +345,11 @@ class Control:
             return None  # the coordinator answers for operations
         if self.epoch != epoch:
             return RankMismatch(self._stuck)
-        for rank, started in list(self._gone.items()):
-            if started.get(waiting.channel, 0) < waiting.number:
-                return PeerLost(
-                    f"{waiting.what} cannot complete: rank {rank} has shut down hiercomm (its script ended or raised "
-                    "an exception; if so, the exception is in its output)"
-                )
+        gone = dict(self._gone)
+        missing = waiting.missing(lambda q: gone[q].get(waiting.channel, 0) if q in gone else math.inf, self._size)
+        if missing:
+            return PeerLost(
+                f"{waiting.what} cannot complete: rank {min(missing)} has shut down hiercomm (its script ended or "
+                "raised an exception; if so, the exception is in its output)"
+            )
         return None

@@ -51,12 +51,17 @@ class Response:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a thread waits for: an operation by key, or that all ranks begin event `number` of a channel."""
+    """What a thread waits for: an operation by key, or that `ranks` (None: all) begin event `number` of a channel."""
 
     what: str
     key: Key | None = None
     channel: int = -1
     number: int = 0
+    ranks: tuple[int, ...] | None = None
+
+    def missing(self, begun: Callable[[int], float], size: int) -> set[int]:
+        """Who has not begun that event yet; `begun(rank)` is how many of the channel a rank has, of `size` ranks."""
+        return {rank for rank in self.ranks or range(size) if begun(rank) < self.number}
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,7 @@ class Negotiator:
         if waiting.key is not None:
             return waiting.key not in self._pending  # answered: it is being carried out
         # Only called when every rank is gone or blocked, so each has said what it started.
-        return all(state.begun(waiting.channel) >= waiting.number for state in self._ranks)
+        return not waiting.missing(lambda rank: self._ranks[rank].begun(waiting.channel), self._size)
 
     def _respond(self, key: Key, rows: tuple[int, ...] = (), error: str = "", peer_lost: bool = False) -> Response:
         del self._pending[key]

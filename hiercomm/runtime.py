@@ -40,10 +40,15 @@ from hiercomm.errors import CommError, ConfigError, NotInitialized, UsageError
 from hiercomm.links import Links, guarded
 from hiercomm.negotiate import Request, Waiting
 from hiercomm.progress import Pending, Progress, Task, drive
+from hiercomm.replica import Replica, flush_all
+from hiercomm.rounds import Lag, Rounds
+from hiercomm.shard import Shard
 from hiercomm.stalls import Limits, StallFinder
-from hiercomm.timing import Timing
+from hiercomm.timing import Timing, table
+from hiercomm.topology import Topology
 from hiercomm.watch import Watch
 
+Ranks = tuple[int, ...] | None  # None: all
 _ABORT_GRACE_S = 0.5  # other ranks may be about to say the same: let them
 _DRAIN_S = 1.0
 _GIVE_UP_GRACE_S = 10.0  # rank 0 decides when all give up; a rank that it cannot tell does so later
@@ -63,6 +68,7 @@ class Runtime:
         self.optimizers = itertools.count(1)  # that have been wrapped, for errors
         self._tags = itertools.count(step=TAGS)
         self._piece_bytes: int | None = None
+        self.replicas: list[Replica] = []  # in the order of the wraps, which is the same on all ranks
         self._unnamed: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self._pid = os.getpid()
         self._patience_s = config.stall_abort + _GIVE_UP_GRACE_S if config.stall_abort else math.inf
@@ -193,15 +199,32 @@ class Runtime:
         """The number of the next stream of events; the same on all ranks that wrap in the same order."""
         return next(self._channels)
 
-    def all_reduce_engine(self, level: ReducingCommunicator) -> HierarchicalAllReduce:
-        """The hierarchical all-reduce over `level` and the nodes."""
+    def all_reduce_engine(self, level: ReducingCommunicator, topology: Topology) -> HierarchicalAllReduce:
+        """The all-reduce over `level` and the nodes of `topology`: the job's, or this node's alone."""
         assert self._progress is not None
-        local = level if self.topology.local_size > 1 else None
+        local = level if topology.local_size > 1 else None
+        cross = self._groups.buckets if len(topology.nodes) > 1 else None
+        tag, piece_bytes = next(self._tags), self.piece_bytes
+        return HierarchicalAllReduce(topology, local, cross, self._progress, self.timing, tag, piece_bytes)
+
+    def rounds(self, shards: Sequence[Shard], weight: float, lag: Lag) -> Rounds | None:
+        """Rounds between the nodes; None where this rank does not cross."""
+        comm, tag, size = self._groups.buckets, next(self._tags), self.piece_bytes
+        assert self._progress is not None
+        assert self._control is not None
+        idle, progress = self._control.awaits_others, self._progress
+        return Rounds(comm, shards, weight, lag, idle, progress, self.timing, tag, size) if comm else None
+
+    def flush(self, *, leave: bool = False) -> None:
+        """Bring the replicas of all nodes to the same state. Collective. `leave`: for the last time."""
+        flush_all(self.replicas, leave=leave)
+
+    @property
+    def piece_bytes(self) -> int:
+        """The size of messages between the nodes; measured when first asked for, by all ranks."""
         if self._piece_bytes is None:
             self._piece_bytes = self._probe(next(self._tags))
-        return HierarchicalAllReduce(
-            self.topology, local, self._groups.buckets, self._progress, self.timing, next(self._tags), self._piece_bytes
-        )
+        return self._piece_bytes
 
     def _probe(self, tag: int) -> int:
         if len(self.topology.nodes) == 1:
@@ -223,10 +246,10 @@ class Runtime:
         assert self._control is not None
         return self._control.count(channel)
 
-    def wait_counted(self, work: Work, channel: int, number: int, what: str) -> None:
-        """Block until `work` completes, which needs every rank to begin event `number` of `channel`."""
+    def wait_counted(self, work: Work, channel: int, number: int, what: str, ranks: Ranks = None) -> None:
+        """Block until `work` completes, which needs `ranks` (None: all) to begin event `number` of `channel`."""
         assert self._control is not None
-        self._control.wait(work, Waiting(what, channel=channel, number=number), self._patience_s)
+        self._control.wait(work, Waiting(what, channel=channel, number=number, ranks=ranks), self._patience_s)
 
     @property
     def progress_thread(self) -> int | None:
@@ -238,13 +261,14 @@ class Runtime:
     def close(self) -> None:
         """Drain and stop; waits until every rank has come here."""
         if self._control is None or self._progress is None:
-            self._print_report([self.timing.shares()])
+            self._report([self.timing.shares()])
             return
         try:
+            self.flush(leave=True)
             if self.config.report:
-                self._print_report(self.all_gather_object(self.timing.shares(), "hiercomm.report"))
+                self._report(self.all_gather_object(self.timing.shares(), "hiercomm.report"))
         except CommError:
-            pass  # another rank ended early: there is nothing to report on
+            pass  # another rank ended early: there is nothing to bring together or report on
         self._control.leave()
         if self._control.lost is not None:  # MPI could not be ended in peace
             sys.stderr.write(f"hiercomm: {self._control.lost}; ending the job\n")
@@ -256,14 +280,9 @@ class Runtime:
         self._control.close(CommError("hiercomm has been shut down"))
         self._mailbox.close()
 
-    def _print_report(self, shares: list[dict[str, float]]) -> None:
-        if not self.config.report or self.topology.rank != 0:
-            return
-        parts = ("compute", "local", "cross", "wait")
-        print("share of time    " + "".join(f"{part:>9}" for part in parts))
-        for rank, share in enumerate(shares):
-            print(f"  rank {rank:<10}" + "".join(f"{share[part]:>8.1%} " for part in parts))
-        print("  (compute + wait = 100 %; local and cross run beside the computation as far as they can)", flush=True)
+    def _report(self, shares: list[dict[str, float]]) -> None:
+        if self.config.report and self.topology.rank == 0:
+            print(table(shares), flush=True)
 
     def abort(self, code: int) -> None:
         """End all ranks of the job."""

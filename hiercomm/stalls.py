@@ -209,11 +209,7 @@ class StallFinder:
     def _missing(self, waiting: Waiting, facts: Facts) -> set[int]:
         if waiting.key is not None:
             return set(facts.missing(waiting.key))
-        return {
-            rank
-            for rank in range(len(self.hosts))
-            if self._started.get(rank, {}).get(waiting.channel, 0) < waiting.number
-        }
+        return waiting.missing(lambda rank: self._started.get(rank, {}).get(waiting.channel, 0), len(self.hosts))
 
     def _late(self, rank: int) -> Late:
         return Late(rank, "does not answer" if rank in self._unanswered else self._where.get(rank, ""))

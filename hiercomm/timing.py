@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -67,3 +67,13 @@ class Timing:
                 return {"compute": 1.0, **dict.fromkeys(PARTS, 0.0)}
             shares = {part: self._seconds[part] / total for part in PARTS}
         return {"compute": 1.0 - shares["wait"], **shares}
+
+
+def table(shares: Sequence[Mapping[str, float]]) -> str:
+    """The shares of all ranks, for people."""
+    parts = ("compute", *PARTS)
+    rows = ["share of time    " + "".join(f"{part:>9}" for part in parts)]
+    for rank, share in enumerate(shares):
+        rows.append(f"  rank {rank:<10}" + "".join(f"{share[part]:>8.1%} " for part in parts))
+    rows.append("  (compute + wait = 100 %; local and cross run beside the computation as far as they can)")
+    return "\n".join(rows)

@@ -44,6 +44,12 @@ class Topology:
         """Whether every node has the same number of ranks."""
         return len({len(node) for node in self.nodes}) == 1
 
+    def inside_node(self) -> Topology:
+        """This node as if there were no other."""
+        members = tuple(range(self.local_size))
+        return Topology(self.local_rank, self.local_size, self.local_rank, self.local_size, 0, 1, 0, (members,),
+                        (self.names[self.node],))  # fmt: skip
+
     def describe(self) -> str:
         """A table of nodes and ranks, and what is synchronous where (for people)."""
         width = max(len("node"), *(len(name) for name in self.names))

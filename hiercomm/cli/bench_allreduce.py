@@ -238,7 +238,7 @@ def _bucket_parts(
     context = runtime.current()
     name = context.unnamed("bench")
     level, buffers = context.allocate([(nbytes // dtype.itemsize, dtype)], torch.device("cpu"), name)
-    engine = context.all_reduce_engine(level)
+    engine = context.all_reduce_engine(level, context.topology)
 
     def end(exchange: Exchange) -> None:
         for work in (exchange.cross, exchange.local):

@@ -142,7 +142,7 @@ class ReducingCommunicator(ABC):
 
     @abstractmethod
     def all_gather(self, buffer: LocalBuffer) -> Work:
-        """Afterwards every rank's shard is in every rank's buffer. Follows `reduce_scatter`."""
+        """Afterwards every rank's shard is in every rank's buffer. Follows `reduce_scatter`, or stands alone."""
 
     @abstractmethod
     def spread(self, buffer: LocalBuffer, cut: slice) -> None:

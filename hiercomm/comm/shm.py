@@ -58,6 +58,7 @@ class _Window(LocalBuffer):
         own = slice(*bounds(slots[0].numel(), len(slots), rank))
         self.shards = [slot[own] for slot in slots]  # this rank's shard of every slot
         self.step = 0
+        self.scattered = False  # whether an all-gather follows a reduce-scatter
         self.spread = 0  # elements of the own shard that the others have already
         self._rank = rank
         self._flags = flags  # int64; two lines a rank: operations arrived at, operations left
@@ -198,7 +199,7 @@ class SharedMemory(ReducingCommunicator):
         def reduce(cut: slice) -> None:
             reduction.combine([shard[cut] for shard in window.shards], [window.shards[self.rank][cut]], op, divisor)
 
-        step, window.spread = window.arrive(), 0
+        step, window.spread, window.scattered = window.arrive(), 0, True
         # The own shard of a slot is read by nobody else, so nobody need be waited for afterwards.
         return [_Part(window, functools.partial(reduce, cut), step, self._all) for cut in cuts]
 
@@ -218,7 +219,10 @@ class SharedMemory(ReducingCommunicator):
             if window.spread < window.shards[self.rank].numel():
                 self.spread(window, slice(None))
 
-        return self._run(window, push, (), self._all)
+        # After a reduce-scatter nobody reads the slots any more; alone, it must wait until they may be written.
+        after = () if window.scattered else self._all
+        window.spread, window.scattered = window.spread if window.scattered else 0, False
+        return self._run(window, push, after, self._all)
 
     def all_reduce(self, buffer: LocalBuffer, op: str, divisor: int = 1) -> Work:
         window = self._own(buffer)

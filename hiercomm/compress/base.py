@@ -65,6 +65,10 @@ class Sites:
         self.number += 1
         self.inherited = None
 
+    def items(self) -> list[tuple[int, Site]]:
+        """All sites, with their places in the bucket."""
+        return list(self._sites.items())
+
     def state_dict(self) -> dict[str, Any]:
         """What is remembered: `number`, and `sites`, the tensors by place and name; `inherited` where it still is."""
         sites = {place: _copy(site.state) for place, site in self._sites.items()}

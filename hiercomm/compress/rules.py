@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -97,6 +97,11 @@ def _require_choice(choice: object, where: str) -> None:
         raise ConfigError(f"compression {where}={choice!r} cannot be used: it takes a compressor, such as Int8()")
     if choice.needs_feedback:
         raise ConfigError(f"{choice!r} loses gradients without error feedback: ErrorFeedback({choice!r})")
+
+
+def kind(choice: Choice | None) -> Hashable:
+    """Equal for tensors that may share a bucket; a user's compressor may have no hash."""
+    return choice if isinstance(choice, Hashable) else id(choice)
 
 
 _NAMED: dict[str, Callable[..., Compressor | PowerSGD | Auto]] = {

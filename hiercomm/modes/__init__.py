@@ -6,12 +6,13 @@ import ast
 import dataclasses
 
 from hiercomm.errors import ConfigError
+from hiercomm.modes.as_sgd import ASSGD
 from hiercomm.modes.base import Mode
 from hiercomm.modes.bsp import BSP
 
-__all__ = ["BSP", "Mode", "parse"]
+__all__ = ["ASSGD", "BSP", "Mode", "parse"]
 
-_MODES: dict[str, type[Mode]] = {"bsp": BSP}
+_MODES: dict[str, type[Mode]] = {"as_sgd": ASSGD, "bsp": BSP}
 
 
 def parse(text: str) -> Mode:

@@ -5,24 +5,43 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, ClassVar
 
 from hiercomm.allreduce import Exchange
 from hiercomm.bucket import Bucket
+from hiercomm.replica import Crossing, Replica
+
+
+class Reach(Enum):
+    """Over which ranks gradients are reduced."""
+
+    JOB = "all ranks"
+    NODE = "the ranks of a node"
+
+
+def _alone(crossing: Crossing) -> Replica | None:
+    return None
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a mode may use. `start` begins the hierarchical all-reduce of a bucket, `finish` ends it;
-    both are called by the training thread, in the same order on every rank.
+    """What a mode may use. `start` begins the all-reduce of a bucket over the mode's reach, `finish` ends it;
+    both are called by the training thread, in the same order on every rank of the reach.
+
+    `replicate` makes this node's replica of the parameters, whose progress crosses to the other nodes; None where there
+    is one node. Collective over all ranks, in `attach`.
     """
 
     start: Callable[[Bucket], Exchange]
     finish: Callable[[Exchange], None]
+    replicate: Callable[[Crossing], Replica | None] = _alone
 
 
 class Mode(ABC):
     """One way to train. One object serves one optimizer."""
+
+    reach: ClassVar[Reach] = Reach.JOB
 
     @abstractmethod
     def attach(self, context: Context) -> None:
@@ -43,6 +62,10 @@ class Mode(ABC):
     @abstractmethod
     def flush(self) -> None:
         """Drain what is under way; afterwards all replicas are equal, to the bit."""
+
+    @abstractmethod
+    def retire(self) -> None:
+        """The parameters belong to another optimizer from now on: leave them alone."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -40,6 +40,9 @@ class BSP(Mode):
     def flush(self) -> None:
         pass  # replicas are equal after every step
 
+    def retire(self) -> None:
+        pass
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 

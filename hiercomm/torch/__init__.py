@@ -31,6 +31,7 @@ from hiercomm.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    flush,
 )
 from hiercomm.torch.later import NAMES as _LATER
 from hiercomm.torch.later import Later as _Later
@@ -66,7 +67,7 @@ __all__ = [
     "Product", "Sum", "SyncBatchNorm", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
     "allreduce_async", "allreduce_async_", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
     "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "ccl_built", "cross_rank", "cross_size",
-    "cuda_built", "ddl_built", "device", "elastic", "global_process_set", "gloo_built", "gloo_enabled", "init",
+    "cuda_built", "ddl_built", "device", "elastic", "flush", "global_process_set", "gloo_built", "gloo_enabled", "init",
     "is_homogeneous", "is_initialized", "local_rank", "local_size", "merge_optimizer_states", "mpi_built",
     "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank", "rocm_built", "shutdown", "size",
     "synchronize", "topology",

@@ -36,7 +36,9 @@ class _Trial:
         level, (buffer,) = context.allocate([(numel, dtype)], device, name)
         self._bucket = Bucket(0, [], [], buffer, reduction.SUM, 1)
         self._codings: dict[int, Coding] = {}
-        self._exchanges = Exchanges(context.all_reduce_engine(level), 1, 'compression="auto"', self._codings)
+        self._exchanges = Exchanges(
+            context.all_reduce_engine(level, context.topology), 1, 'compression="auto"', self._codings
+        )
         random = torch.Generator().manual_seed(context.topology.rank)
         self._values = torch.randn(numel, generator=random).to(dtype)
         self.nbytes = buffer.data.nbytes

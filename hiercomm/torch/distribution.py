@@ -5,9 +5,11 @@ Parameters that were planned together are a part: all at wrap, and any that are 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 import weakref
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, final
 
 import torch
@@ -18,13 +20,14 @@ from hiercomm import devices, native, runtime
 from hiercomm.bucket import Bucket, Spec, layout, plan
 from hiercomm.coded import CompressorCoding
 from hiercomm.compress import Auto, Choice, PerLayer, PowerSGD
+from hiercomm.compress.rules import kind
 from hiercomm.errors import ConfigError, UsageError
 from hiercomm.exchange import Coding
 from hiercomm.factored import FactoredCoding
 from hiercomm.modes import Mode
-from hiercomm.modes.base import Context
+from hiercomm.modes.base import Context, Reach
 from hiercomm.reducer import PRESENCE_OP, Reducer, presence_spec
-from hiercomm.torch import auto, checkpoint, ops
+from hiercomm.torch import auto, checkpoint, ops, replication
 from hiercomm.torch.compression import NoneCompressor
 from hiercomm.torch.exchanges import Exchanges
 
@@ -43,31 +46,28 @@ class _Part:
         context.agree(options.facts(mode) | self._facts(names, specs), name, "the optimizer")
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self._require_one_device(names, device)
-        if device.type == "cuda":
-            devices.warn_of_sharing(device, context.topology.rank, context.all_gather_object)
         choices = options.choices(names, specs, device)
-        groups = plan(specs, context.config.bucket_bytes, [_kind(choice) for choice in choices])
+        groups = plan(specs, context.config.bucket_bytes, [kind(choice) for choice in choices])
         presence = presence_spec(len(specs))
         sizes = [(layout([specs[i] for i in g])[1], specs[g[0]].dtype) for g in groups]
         self.device, self._sizes = device, sizes
         level, buffers = context.allocate([*sizes, (presence.numel, presence.dtype)], device, name)
-        divisor = context.topology.size if options.op == ops.Average else 1
+        reach = context.topology if _ranks(mode) is None else context.topology.inside_node()
+        divisor = reach.size if options.op == ops.Average else 1
         op = ops.reduction_name(options.op)
         buckets = [
             Bucket(i, g, [specs[k] for k in g], b, op, divisor)
             for i, (g, b) in enumerate(zip(groups, buffers, strict=False))
         ]
         last = Bucket(len(buckets), [], [], buffers[-1], PRESENCE_OP, 1)
-        self.codings = {
-            b.index: _coding(choice, b, context.topology.rank)
-            for b in buckets
-            if (choice := choices[b.members[0]]) is not None and len(context.topology.nodes) > 1
-        }
+        self.codings = _codings(buckets, choices) if len(context.topology.nodes) > 1 else {}
         if self.codings:
             native.backend(device)  # compiles what has to be compiled
         owner = f"{options.label} (optimizer {next(context.optimizers)})"
-        exchanges = Exchanges(context.all_reduce_engine(level), len(buckets) + 1, owner, self.codings)
-        mode.attach(Context(exchanges.start, exchanges.finish))
+        engine = context.all_reduce_engine(level, reach)
+        exchanges = Exchanges(engine, len(buckets) + 1, owner, self.codings, _ranks(mode))
+        replicate = functools.partial(replication.replicate, self.parameters, names, name)
+        mode.attach(Context(exchanges.start, exchanges.finish, replicate))
         self.mode = mode
         self.reducer = Reducer(
             self.parameters, names, buckets, last, mode.on_bucket, options.passes, options.wire_compression(),
@@ -90,6 +90,9 @@ class _Part:
                 raise ConfigError(
                     f"parameter {name!r} is on {parameter.device}, others are on {device}: use one device"
                 )
+        if device.type == "cuda":
+            context = runtime.current()
+            devices.warn_of_sharing(device, context.topology.rank, context.all_gather_object)
 
     def identity(self) -> dict[int, Any]:
         """What a saved coding must have in common with this one's."""
@@ -101,15 +104,21 @@ class _Part:
         self.mode.synchronize()
 
 
-def _coding(choice: Choice, bucket: Bucket, rank: int) -> Coding:
-    if isinstance(choice, PowerSGD):
-        return FactoredCoding(choice, bucket, rank)
-    return CompressorCoding(choice, bucket.index, rank)
+def _ranks(mode: Mode) -> tuple[int, ...] | None:
+    """Over whom gradients are reduced; None: all ranks."""
+    return None if mode.reach is Reach.JOB else runtime.current().topology.local_ranks
 
 
-def _kind(choice: Choice | None) -> Hashable:
-    """Equal for gradients that may share a bucket; a user's compressor may have no hash."""
-    return choice if isinstance(choice, Hashable) else id(choice)
+def _codings(buckets: Sequence[Bucket], choices: Sequence[Choice | None]) -> dict[int, Coding]:
+    """By bucket, of which all members have the same choice."""
+    rank, found = runtime.current().topology.rank, dict[int, Coding]()
+    for bucket in buckets:
+        choice = choices[bucket.members[0]]
+        if isinstance(choice, PowerSGD):
+            found[bucket.index] = FactoredCoding(choice, bucket, rank)
+        elif choice is not None:
+            found[bucket.index] = CompressorCoding(choice, bucket.index, rank)
+    return found
 
 
 class Options:
@@ -200,6 +209,7 @@ class Distribution:
         """Another optimizer has been wrapped over parameters of this one: two cannot exchange one gradient."""
         for part in self._parts:
             part.reducer.close()
+            part.mode.retire()
         self._failure = UsageError("its parameters were wrapped in another DistributedOptimizer later")
 
     @property
@@ -273,12 +283,17 @@ class Distribution:
 
     def step(self, closure: Callable[[], Any] | None, **arguments: Any) -> Any:
         """Exchange what has not been, then step as the mode says. Returns what the plain step returns."""
+        joint: tuple[Callable[[], Any], ...] = ()
         if closure is None:
             self.synchronize()
-            result = self.mode.step(lambda: self._plain_step(self.optimizer, **arguments))
+        elif self.mode.reach is Reach.JOB:
+            joint = (self._joint(closure),)
         else:
-            joint = self._joint(closure)
-            result = self.mode.step(lambda: self._plain_step(self.optimizer, joint, **arguments))
+            raise UsageError("step(closure) needs the losses of all ranks: train with mode=hiercomm.BSP()")
+        step: Callable[[], Any] = functools.partial(self._plain_step, self.optimizer, *joint, **arguments)
+        for mode in [part.mode for part in self._parts] or [self.mode]:
+            step = functools.partial(mode.step, step)
+        result = step()
         self.synchronized = False
         return result
 
@@ -309,7 +324,7 @@ _owners: MutableMapping[Tensor, weakref.ref[Distribution]] = WeakTensorKeyDictio
 
 def _options_of(mode: Mode) -> dict[str, Any]:
     """A mode's options by name."""
-    return {name: getattr(mode, name) for name in getattr(mode, "__dataclass_fields__", {})}
+    return {f.name: getattr(mode, f.name) for f in dataclasses.fields(mode)} if dataclasses.is_dataclass(mode) else {}
 
 
 def require_passes(passes: int) -> None:

@@ -19,9 +19,11 @@ class Exchanges:
     """
 
     def __init__(
-        self, engine: HierarchicalAllReduce, buckets: int, owner: str, codings: Mapping[int, Coding]
+        self, engine: HierarchicalAllReduce, buckets: int, owner: str, codings: Mapping[int, Coding],
+        ranks: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         self._runtime = runtime.current()
+        self._ranks = ranks  # who takes part; None: all
         self._engine = engine
         self._codings = codings
         self._starts = self._runtime.new_channel()
@@ -47,8 +49,8 @@ class Exchanges:
         with timing.span("wait"):
             for work in (exchange.cross, exchange.local):
                 if work is not None:
-                    self._runtime.wait_counted(work, self._starts, number, exchange.what)
+                    self._runtime.wait_counted(work, self._starts, number, exchange.what, self._ranks)
             number = self._runtime.count(self._distributions)
             with timing.span("local"):
                 work = self._engine.distribute(exchange)
-                self._runtime.wait_counted(work, self._distributions, number, exchange.what)
+                self._runtime.wait_counted(work, self._distributions, number, exchange.what, self._ranks)

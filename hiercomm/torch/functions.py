@@ -17,6 +17,13 @@ from hiercomm.torch import ops
 from hiercomm.torch.process_sets import ProcessSet, global_process_set, require_global
 
 
+def flush() -> None:
+    """Bring the parameters of all nodes to the same state, to the bit: before evaluation, or saving a model that was
+    trained with an asynchronous mode. Collective; `shutdown()` does it, too. With BSP there is nothing to do.
+    """
+    runtime.current().flush()
+
+
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:

@@ -17,6 +17,7 @@ from hiercomm import modes, runtime
 from hiercomm.compress import Auto, PerLayer
 from hiercomm.errors import ConfigError, UsageError
 from hiercomm.modes import Mode
+from hiercomm.modes.base import Reach
 from hiercomm.torch import ops
 from hiercomm.torch.compression import Compression, settle
 from hiercomm.torch.distribution import Distribution, Options, require_passes
@@ -147,13 +148,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     compression = settle(compression, default)
     if isinstance(compression, (PerLayer, Auto)) and op not in (ops.Average, ops.Sum):
         raise ConfigError(f"op={ops.reduction_name(op)} cannot be compressed between nodes: op=Average and op=Sum can")
+    mode = modes.parse(context.config.mode) if mode is None else mode
+    _require_fit(mode, compression, op)
     if gradient_predivide_factor != 1.0 and op != ops.Average:
         raise ConfigError("gradient_predivide_factor not supported with op != Average")
     _require_groups(groups if groups is not None else num_groups)
     names = _names(optimizer, named_parameters)
     if isinstance(compression, PerLayer):
         compression.require_matches(names.values())
-    mode = modes.parse(context.config.mode) if mode is None else mode
     kind = type(optimizer)
     options = Options(kind.__name__, compression, backward_passes_per_step, op, sparse_as_dense)
     inner = optimizer.__dict__.get("step")  # an LR scheduler made earlier has put its own step there
@@ -168,6 +170,19 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if inner is not None:
         _keep_tracked(optimizer)  # replaces it
     return optimizer
+
+
+def _require_fit(mode: Mode, compression: Any, op: int) -> None:
+    if mode.reach is Reach.JOB:
+        return
+    name = type(mode).__name__
+    if op != ops.Average:
+        raise ConfigError(f"op={ops.reduction_name(op)} cannot be used with {name}: op=Average can")
+    if isinstance(compression, PerLayer):
+        raise ConfigError(
+            f"compression={compression!r} (or HIERCOMM_COMPRESSION) is for gradients between nodes, and {name} sends "
+            f"none: say {name}(compression=...)"
+        )
 
 
 def _unbound(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -169,7 +169,7 @@ def test_a_node_name_on_some_ranks_only(start: Start) -> None:
         ({"HIERCOMM_BUCKET_BYTES": "many"}, "HIERCOMM_BUCKET_BYTES=many"),
         ({"HIERCOMM_LOCAL": "ipc"}, "local='ipc' (HIERCOMM_LOCAL) cannot be used"),
         ({"HIERCOMM_LOCAL": "nccl"}, "local=nccl needs"),
-        ({"HIERCOMM_MODE": "async"}, "unknown mode 'async'; known modes: bsp"),
+        ({"HIERCOMM_MODE": "async"}, "unknown mode 'async'; known modes: as_sgd, bsp"),
         ({"HIERCOMM_MODE": "bsp:x=1"}, "mode 'bsp' has no option 'x=1'"),
     ],
     ids=str,

@@ -46,6 +46,8 @@ LAYERS = (
         "stalls",
         "watch",
         "rounds",
+        "shard",
+        "replica",
         "ledger",
     },
     {"modes"},
@@ -235,7 +237,7 @@ def test_final_classes_have_no_subclasses():
 
 def test_names_of_hiercomm_are_frozen():
     assert hiercomm.__all__ == [
-        "BF16", "BSP", "FP8", "FP16", "Compressor", "Config", "ErrorFeedback", "Int4", "Int8", "Mode",
+        "ASSGD", "BF16", "BSP", "FP8", "FP16", "Compressor", "Config", "ErrorFeedback", "Int4", "Int8", "Mode",
         "NoCompression", "PerLayer", "PowerSGD", "RandomK", "Sign", "TopK", "init", "is_initialized", "shutdown",
     ]  # fmt: skip
     assert all(hasattr(hiercomm, name) for name in hiercomm.__all__)
@@ -248,9 +250,9 @@ def test_names_of_hiercomm_torch_are_frozen():
         "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "barrier", "broadcast", "broadcast_",
         "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
         "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "device", "elastic",
-        "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
-        "local_size", "merge_optimizer_states", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-        "poll", "rank", "rocm_built", "shutdown", "size", "synchronize", "topology",
+        "flush", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized",
+        "local_rank", "local_size", "merge_optimizer_states", "mpi_built", "mpi_enabled", "mpi_threads_supported",
+        "nccl_built", "poll", "rank", "rocm_built", "shutdown", "size", "synchronize", "topology",
     ]  # fmt: skip
     assert all(hasattr(hiercomm.torch, name) for name in hiercomm.torch.__all__)
 

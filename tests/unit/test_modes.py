@@ -12,9 +12,12 @@ from hiercomm import modes
 from hiercomm.allreduce import Exchange
 from hiercomm.bucket import Bucket
 from hiercomm.comm.base import Done, LocalBuffer
+from hiercomm.compress import PowerSGD, Sign
 from hiercomm.errors import ConfigError
-from hiercomm.modes import BSP, Mode, parse
+from hiercomm.modes import ASSGD, BSP, Mode, parse
 from hiercomm.modes.base import Context
+from hiercomm.replica import Crossing
+from hiercomm.rounds import Lag
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -35,6 +38,7 @@ class Late(BSP.__mro__[1]):  # Mode; a mode with options, as later ones have
     def synchronize(self): ...
     def step(self, apply): ...
     def flush(self): ...
+    def retire(self): ...
     def state_dict(self): ...
     def load_state_dict(self, state): ...
 
@@ -83,7 +87,7 @@ def test_parse_names_the_bad_part(text, bad):
 
 @pytest.mark.usefixtures("late")
 def test_parse_names_what_there_is():
-    with pytest.raises(ConfigError, match="known modes: bsp, late"):
+    with pytest.raises(ConfigError, match="known modes: as_sgd, bsp, late"):
         parse("gssp")
     with pytest.raises(ConfigError, match="its options: compressor, drop, max_age, momentum"):
         parse("late:x=1")
@@ -169,3 +173,74 @@ def test_bsp_has_no_state():
     mode.load_state_dict(mode.state_dict())
     with pytest.raises(ValueError, match="momentum"):
         mode.load_state_dict({"momentum": 1})
+
+
+# ---- AS-SGD -------------------------------------------------------------------------------------------
+
+
+def test_as_sgd_by_name():
+    assert parse("as_sgd") == ASSGD()
+    assert parse("as_sgd:max_age=2,period=4,compression=topk:0.01,max_lag=None") == ASSGD(
+        max_age=2, period=4, compression="topk:0.01"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "bad"),
+    [
+        ({"max_age": -1}, "max_age=-1"),
+        ({"max_age": 1.5}, r"max_age=1\.5"),
+        ({"period": 0}, "period=0"),
+        ({"max_lag": -1}, "max_lag=-1"),
+        ({"warmup_rounds": True}, "warmup_rounds=True"),
+        ({"compression": "int9"}, "int9"),
+        ({"compression": 8}, "compression=8"),
+        ({"compression": PowerSGD(2)}, "PowerSGD"),
+        ({"compression": Sign()}, "ErrorFeedback"),
+    ],
+)
+def test_as_sgd_refuses(options, bad):
+    with pytest.raises(ConfigError, match=bad):
+        ASSGD(**options)
+
+
+def test_as_sgd_alone_is_the_plain_optimizer():
+    mode = ASSGD()
+    assert mode.step(lambda: "loss") == "loss"
+    mode.flush()
+    mode.retire()
+    mode.load_state_dict(mode.state_dict())
+    with pytest.raises(ValueError, match="round"):
+        mode.load_state_dict({"round": 1})
+
+
+class Follower:
+    """A replica that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.steps, self.has_begun, self.calls = 0, False, []
+
+    def begin(self) -> None:
+        self.has_begun = True
+        self.calls.append("begin")
+
+    def exchange(self, max_age: int, period: int) -> None:
+        self.calls.append((self.steps, max_age, period))
+
+
+def test_as_sgd_exchanges_behind_every_period_th_step():
+    replica, crossings = Follower(), []
+    mode = ASSGD(max_age=5, period=3, compression="none", max_lag=2)
+    mode.attach(Context(None, None, lambda crossing: crossings.append(crossing) or replica))
+    assert crossings == [Crossing(None, Lag(2))]
+    for _ in range(7):
+        assert mode.step(lambda: replica.calls.append("apply") or "loss") == "loss"
+    assert [call for call in replica.calls if call != "apply"] == ["begin", (3, 5, 3), (6, 5, 3)]
+    assert replica.calls.index("begin") == 0
+    assert replica.calls.count("apply") == 7
+
+
+def test_as_sgd_with_age_0_waits_for_every_node():
+    crossings = []
+    ASSGD(max_age=0, max_lag=7).attach(Context(None, None, lambda crossing: crossings.append(crossing)))
+    assert not crossings[0].lag.allows(10**9, 0, idle=True)

@@ -169,6 +169,17 @@ def test_an_exchange_can_end_once_all_ranks_have_started_it(theirs, is_stuck):
     assert (negotiator.stuck(10.0) is not None) == is_stuck
 
 
+@pytest.mark.parametrize(("ranks", "is_stuck"), [((0, 2), False), ((0, 1), True), (None, True)])
+def test_an_exchange_of_some_ranks_needs_those_alone(ranks, is_stuck):
+    negotiator = Negotiator(3, GRACE_S)
+    negotiator.submit(1, request("a"))
+    for rank in (0, 2):
+        negotiator.blocked(rank, Blocked((Waiting("exchange 3", channel=0, number=3, ranks=ranks),), {0: 3}))
+    negotiator.blocked(1, Blocked((on("a"),), {0: 1}))
+    assert negotiator.stuck(0.0) is None
+    assert (negotiator.stuck(10.0) is not None) == is_stuck
+
+
 def test_an_exchange_can_end_though_a_rank_has_left_behind_it():
     """What a rank had started when it left counts, and not what it had when it last waited."""
     negotiator = Negotiator(2, GRACE_S)

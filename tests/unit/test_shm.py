@@ -79,6 +79,14 @@ def check_one(level: SharedMemory, buffer: LocalBuffer, case: int, op: str, jitt
     end(level.all_gather(buffer))
     assert torch.equal(data, right)
 
+    for again in range(2):  # a rank may begin the next one while others still read
+        right = torch.cat([pieces(values(q, numel, dtype, case + again), ranks)[q] for q in range(ranks)])
+        shard.copy_(pieces(right, ranks)[level.rank])
+        end(level.all_gather(buffer))
+        time.sleep(jitter.choice((0, 0, 0.001)))
+        assert torch.equal(data, right), "an all-gather that stands alone"
+
+    right = folded(ranks, numel, dtype, case, op, divisor)
     data.copy_(values(level.rank, numel, dtype, case))
     end(level.all_reduce(buffer, op, divisor))
     assert torch.equal(data, right)
